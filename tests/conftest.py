@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from small_models import VARIANTS
 
 pytest.register_assert_rewrite("launches", "pages", "sites")  # so that their failed assertions show values
 
+gc.disable()  # until all tests are collected: else it goes through what modules hold again and again
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: more threads would compete for cores
 if torch.cuda.is_available():
@@ -36,6 +38,12 @@ def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
     if config.option.markexpr == "gpu" and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text():
         return True
     return None
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of every later garbage collection what stays: modules and tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after marks have selected
@@ -81,8 +89,20 @@ def command_line(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
 
 
 @pytest.fixture
-def unrendered(monkeypatch) -> None:
-    """Skip writing figures as SVG, most of a report's time, in tests that look at something else."""
+def without_pngs(monkeypatch) -> None:
+    """Leave figures' PNG files empty, in tests that look at other files of a report."""
+    from matplotlib.figure import Figure
+
+    def save(self, file, *, format, **how):
+        return Path(file).touch() if format == "png" else savefig(self, file, format=format, **how)
+
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", save)
+
+
+@pytest.fixture
+def unrendered(without_pngs, monkeypatch) -> None:
+    """Skip writing figures, most of a report's time, in tests that look at something else."""
     monkeypatch.setattr("sinkdlm.analysis.figures._to_svg", lambda figure: "<svg></svg>")
 
 

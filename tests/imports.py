@@ -5,6 +5,7 @@ circle, not even from inside a function. The command line imports everything ins
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,21 +36,27 @@ def room_of(path: Path, package: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
-def imports_of(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:
-    """Yield (dotted name, line, inside a function?) of every import: relative ones resolved, `from` imports name by name."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    inner = {id(node) for function in functions for node in ast.walk(function)}
-    for node in ast.walk(tree):
+@functools.cache
+def imports_of(text: str, path: Path, package: Path) -> list[tuple[str, int, bool]]:
+    """Return (dotted name, line, inside a function?) of every import: relative ones resolved, `from` imports name by name."""
+    return list(_imports(ast.parse(text), path, package))
+
+
+def _imports(tree: ast.AST, path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:
+    nodes = [(tree, False)]
+    for node, inside in nodes:
+        within = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        nodes.extend((child, within) for child in ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, node.lineno, id(node) in inner
+                yield alias.name, node.lineno, inside
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = ("sinkdlm", *path.relative_to(package).parts)[: -node.level]
                 base = ".".join([*parents, base] if base else parents)
             for alias in node.names:
-                yield f"{base}.{alias.name}", node.lineno, id(node) in inner
+                yield f"{base}.{alias.name}", node.lineno, inside
 
 
 def sources(package: Path) -> list[Path]:
@@ -67,7 +74,7 @@ def breaches(package: Path = PACKAGE) -> tuple[list[str], int]:
             continue
         if "import_module(" in text:
             found.append(f"{path.relative_to(package)}: {room} hides an import behind importlib")
-        for name, line, inside in imports_of(ast.parse(text), path, package):
+        for name, line, inside in imports_of(text, path, package):
             where = f"{path.relative_to(package)}:{line}"
             top, *rest = name.split(".")
             if top in FORBIDDEN_PACKAGES.get(room, ()):
@@ -93,7 +100,7 @@ def circles(package: Path = PACKAGE) -> list[list[str]]:
     edges = {}
     for name, path in names.items():
         wanted = set()
-        for imported, _, _ in imports_of(ast.parse(path.read_text()), path, package):
+        for imported, _, _ in imports_of(path.read_text(), path, package):
             home = imported if imported in names else imported.rpartition(".")[0]
             if home in names and home != name:
                 wanted.add(home)

@@ -32,6 +32,7 @@ def analyze(command_line, models):
     return lambda *words: command_line("analyze", *words)
 
 
+@pytest.mark.usefixtures("without_pngs")
 def test_two_models_side_by_side(analyze, models, tmp_path):
     out = tmp_path / "report"
     status, said, shown = analyze(models / "vanilla", models / "sink", "--prompts", models / "prompts.txt", "--out", out, *QUICK)
@@ -204,7 +205,7 @@ def test_built_in_prompts_without_room_are_one_trajectory(analyze, tmp_path):
 
 def test_only_prompts_that_are_used_must_fit(analyze, models, tmp_path):
     (tmp_path / "long.txt").write_text("a cat\na dog\n" + "x" * 400 + "\n")
-    quick = ("--device", "cpu", "--capture-only", "--no-interventions")
+    quick = ("--device", "cpu", "--capture-only", "--no-interventions", "--steps", 4)
     given = (models / "sink", "--prompts", tmp_path / "long.txt", "--out", tmp_path, *quick)
     assert analyze(*given, "--trajectories", 2)[0] == 0
     capture = read_capture(tmp_path / "captures" / "sink.json")

@@ -22,7 +22,7 @@ POLICIES = [{}, {"block": 2}, {"cache": "exact"}, {"order": "ancestral", "remask
 @pytest.mark.parametrize(("name", "policy"), [*((NAMES[0], policy) for policy in POLICIES), *((name, {}) for name in NAMES[1:])])
 def test_a_trajectory_is_of_the_blocks_so_far(name, policy):
     """Each step equals a look at the row cut where its block ends. Rows of a batch are at different blocks."""
-    model = small_model(**VARIANTS[name], block_size=SIZE)
+    model = small_model(**VARIANTS[name], block_size=SIZE, n_layers=2)
     mask_id, rules = model.config.mask_id, Rules(0.2, 0.5)
     given = {"prompt": [PROMPT, [7], []], "mask_id": mask_id, "length": LENGTH, "seed": 3, "temperature": 1.0, **policy}
     found = list(capture(model, requests_of(**given, block_size=SIZE), rules=rules))

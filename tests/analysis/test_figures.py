@@ -1,7 +1,5 @@
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,15 +117,11 @@ def test_no_text_of_a_figure_is_cut_or_runs_into_another(which):
     assert n_drawn > 5
 
 
-def test_figures_leave_matplotlib_as_it_was(pair):
-    script = """
-import matplotlib, sys
-matplotlib.rcParams["font.size"] = 3
-before = matplotlib.rcParams.copy()  # as a dict, it would look for a screen
-from captures import make_capture
-from sinkdlm.analysis import figures
-figures.figure3([make_capture(n=4)])
-assert matplotlib.rcParams.copy() == before
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1] / "support")
+def test_figures_leave_matplotlib_as_it_was(pair, monkeypatch):
+    import matplotlib
+
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails
+    with matplotlib.rc_context({"font.size": 3}):
+        before = matplotlib.rcParams.copy()  # as a dict, it would look for a screen
+        assert figures.figure3(pair).svg
+        assert matplotlib.rcParams.copy() == before

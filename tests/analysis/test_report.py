@@ -111,11 +111,12 @@ def test_each_claim_follows_its_number_alone(claim, quantity, where, values):
             make_capture(f"c{n_sinks}", n_sinks, {quantity: value} if n_sinks == where else {}, seed=3 + n_sinks)
             for n_sinks in (0, 1)
         ]
-        found = verdicts(*captures)
+        report = Report(captures)
+        (judged,) = report.judged
+        found = {one.claim: one.verdict for one in judged.claims}
         assert found.pop(claim) == expected
         assert set(found.values()) == {findings.SHOWS}
-        title = Report(captures).title
-        assert title == f'"c1": {4 + (expected == findings.SHOWS)} of 5 claims of the paper show'
+        assert report.title == f'"c1": {4 + (expected == findings.SHOWS)} of 5 claims of the paper show'
 
 
 def test_verdicts_do_not_depend_on_the_order_of_captures(pair):
@@ -277,6 +278,7 @@ def test_names_of_models_stand_in_quotes():
     assert len(report.lead) == 3
 
 
+@pytest.mark.usefixtures("without_pngs")
 def test_names_and_texts_are_shown_never_run(tmp_path):
     capture = make_capture(NASTY, 1, n=6)
     capture["trajectories"][0] |= {"prompt": NASTY, "text": f"{NASTY}</main>"}
@@ -292,6 +294,7 @@ def test_names_and_texts_are_shown_never_run(tmp_path):
     assert {path.parent for path in tmp_path.rglob("*.svg")} == {tmp_path / "figures"}
 
 
+@pytest.mark.usefixtures("without_pngs")
 def test_a_report_of_measured_trajectories(tmp_path):
     """What metrics gives is what the report reads: one token of text in one step, and a longer one."""
     for steps, length in ((1, 1), (6, 9)):

@@ -65,7 +65,7 @@ def folders(tmp_path_factory):
     """A model with its tokenizer, a prepared set, and the folder of a run."""
     home = tmp_path_factory.mktemp("folders")
     save_model(home / "model")
-    prepare_example(home / "set")
+    prepare_example(home / "set", documents=60)
     (home / "run").mkdir()
     for name in ("recipe.toml", "run.json", ".lock"):
         (home / "run" / name).write_text("")

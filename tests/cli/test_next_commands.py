@@ -126,7 +126,7 @@ def test_the_nano_recipe_is_not_stuck_and_its_greedy_texts_repeat_more_than_its_
 
 def test_an_index_that_says_nothing_of_its_texts_ends_no_run(tmp_path, command_line):
     character_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    prepare_example(tmp_path / "set")
+    prepare_example(tmp_path / "set", documents=60)
     index, recipe = tmp_path / "set" / "index.json", recipe_in(tmp_path, tmp_path / "set")
     whole = json.loads(index.read_text())
     for settings in (None, [], {"kind": "text"}, {"kind": "text", "field": "text", "inputs": 3}):

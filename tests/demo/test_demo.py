@@ -29,7 +29,8 @@ STEPS, TRAJECTORIES = 4, 6
 
 
 def demo(monkeypatch, out: Path, *more: str) -> int:
-    """The command in this process; its exit status."""
+    """The command in this process, with fewer stories; its exit status."""
+    monkeypatch.setattr(language, "N_STORIES", 600)
     options = ["--steps", STEPS, "--trajectories", TRAJECTORIES, "--out", out, *more]
     monkeypatch.setattr(sys, "argv", ["sinkdlm", "demo", *map(str, options)])
     with pytest.raises(SystemExit) as left:
@@ -56,7 +57,8 @@ def made(made_once) -> Path:
             patch.setattr(sys, "stderr", streams["stopped"])
             assert demo(patch, folder / "demo") == 128 + signal.SIGINT
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sinkdlm.analysis.figures._to_svg", lambda figure: "<svg></svg>")  # PNGs are made, and SVGs take longer
+            patch.setattr("sinkdlm.analysis.figures._to_svg", lambda figure: "<svg></svg>")
+            patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **how: Path(file).touch())
             patch.setattr(sys, "stderr", streams["second"])
             patch.setattr(sys, "stdout", streams["json"])
             assert demo(patch, folder / "demo", "--json") == 0

@@ -17,7 +17,7 @@ from sinkdlm.planning.formulas import Layout, choose_layout, training_memory
 from small_models import VARIANTS
 
 SHAPE = {"vocab_size": 64, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "d_model": 24, "d_ff": 20, "context_length": 64}
-STEPS, VARIANT_STEPS = 32, 6  # of the run that is compared everywhere, and of a variant's run
+STEPS, VARIANT_STEPS = 20, 4  # of the run that is compared everywhere, and of a variant's run
 QUIET = {"eval": {"every": 0}, "log": {"probe_every": 0}, "save": {"every": 1000}}
 
 
@@ -44,7 +44,7 @@ def tables(folder: Path, /, **sections) -> dict:
     found = {
         "model": {**SHAPE, "n_sinks": 1},
         "data": {"length": 16, "sets": {str(folder): 1.0}, "random_lengths": 0.1},
-        "train": {"steps": 20, "batch": 8, "micro_batch": 3, "lr": 1e-3, "min_lr": 1e-4, "precision": "float32"},
+        "train": {"steps": 16, "batch": 8, "micro_batch": 3, "lr": 1e-3, "min_lr": 1e-4, "precision": "float32"},
         **QUIET,
     }
     return {name: {**found.get(name, {}), **sections.get(name, {})} for name in {*found, *sections}}
@@ -98,7 +98,7 @@ def run_alone(recipes: Recipes, folder: Path) -> None:
         {"recipe": recipes.exact, "out": str(folder / "exact-1")},
         {"recipe": recipes.single, "out": str(folder / "single-1")},
         {"recipe": recipes.uneven, "out": str(folder / "uneven-1")},
-        {"recipe": recipes.exact, "out": str(folder / "elastic"), "stop": {"rank": 0, "step": 8}},
+        {"recipe": recipes.exact, "out": str(folder / "elastic"), "stop": {"rank": 0, "step": 4}},
         {"recipe": recipes.single, "out": str(folder / "elastic-32"), "stop": {"rank": 0, "step": 4}},
     ]:
         ranks.run(job)
@@ -135,9 +135,9 @@ def make_runs_of_two(folder: Path) -> None:
             {"recipe": {**uneven, **SHARD}, "out": str(folder / "uneven-2"), "chunks": True},
             {"recipe": {**empty, **SHARD}, "out": str(folder / "empty-2")},
             {"recipe": {**recipes.blocks, **SHARD}, "out": str(folder / "blocks-2")},
-            {"recipe": {**single, "save": {"every": 5, "keep": 9}}, "out": str(folder / "full-2"), "full": True},
-            *elastic_jobs(recipes, folder, {"rank": 1, "step": 17}, {"rank": 0, "step": 8}),
-            {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 20}},
+            {"recipe": {**single, "save": {"every": 4, "keep": 9}}, "out": str(folder / "full-2"), "full": True},
+            *elastic_jobs(recipes, folder, {"rank": 1, "step": 9}, {"rank": 0, "step": 8}),
+            {"recipe": exact, "out": str(folder / "resumed-2"), "stop": {"rank": 0, "step": 13}},
             {"recipe": exact, "out": str(folder / "resumed-2")},
             look_job(exact, folder, "whole-2"),
             look_job(exact, folder, "shard-2"),
@@ -154,7 +154,7 @@ def make_runs_of_four(folder: Path) -> None:
     exact, single, uneven = recipes.exact, recipes.single, recipes.uneven
     behind = {**exact, "save": {"every": 12, "background": True}}
     run_alone(recipes, folder)
-    launch(2, elastic_jobs(recipes, folder, {"rank": 1, "step": 17}, {"rank": 0, "step": 8}), folder)
+    launch(2, elastic_jobs(recipes, folder, {"rank": 1, "step": 9}, {"rank": 0, "step": 8}), folder)
     launch(
         4,
         [
@@ -164,8 +164,8 @@ def make_runs_of_four(folder: Path) -> None:
             {"recipe": in_ones(single, {"mode": "hybrid", "shard_ranks": 2}), "out": str(folder / "ones-hybrid-4")},
             {"recipe": {**uneven, **SHARD}, "out": str(folder / "uneven-4"), "chunks": True},
             {"recipe": {**single, "parallel": {"mode": "hybrid", "shard_ranks": 2}}, "out": str(folder / "hybrid-4")},
-            *elastic_jobs(recipes, folder, {"rank": 3, "step": 25}, {"rank": 2, "step": 12}),
-            {"recipe": behind, "out": str(folder / "resumed-4"), "stop": {"rank": 1, "step": 20}},
+            *elastic_jobs(recipes, folder, {"rank": 3, "step": 14}, {"rank": 2, "step": 12}),
+            {"recipe": behind, "out": str(folder / "resumed-4"), "stop": {"rank": 1, "step": 13}},
             {"recipe": behind, "out": str(folder / "resumed-4")},
             look_job(exact, folder, "shard-4"),
             {
@@ -218,7 +218,7 @@ def test_float64_losses_ignore_the_number_of_ranks(runs, n_ranks):
 
 def test_float32_losses_ignore_the_number_of_ranks(runs, n_ranks):
     expected = losses(runs / "single-1")
-    assert len(expected) == 20
+    assert len(expected) == 16
     np.testing.assert_allclose(losses(runs / f"single-{n_ranks}"), expected, rtol=1e-5)
 
 
@@ -239,7 +239,7 @@ def test_blocks_ignore_the_number_of_ranks(two):
 
 def test_a_run_goes_on_exactly_on_other_numbers_of_ranks(runs, n_ranks):
     """1 -> 2 -> 1 and 1 -> 2 -> 4 -> 1 ranks, stopped each time by SIGTERM to a different rank."""
-    expected = {2: [(1, 0), (2, 8), (1, 18)], 4: [(1, 0), (2, 8), (4, 18), (1, 26)]}[n_ranks]
+    expected = {2: [(1, 0), (2, 4), (1, 10)], 4: [(1, 0), (2, 4), (4, 10), (1, 15)]}[n_ranks]
     assert [(start["ranks"], start["step"]) for start in starts(runs / "elastic")] == expected
     expected = losses(runs / "exact-1")
     found = losses(runs / "elastic")
@@ -261,7 +261,7 @@ def test_a_run_in_float32_goes_on_on_other_numbers_of_ranks(runs, n_ranks):
 
 def test_a_resumed_run_is_bit_equal_on_the_same_number_of_ranks(runs, n_ranks):
     """The states of 4 ranks are written in the background."""
-    assert [start["step"] for start in starts(runs / f"resumed-{n_ranks}")] == [0, 21]
+    assert [start["step"] for start in starts(runs / f"resumed-{n_ranks}")] == [0, 14]
     assert kills.differences(runs / f"exact-{n_ranks}", runs / f"resumed-{n_ranks}") == []
     assert kills.differences(runs / "exact-1", runs / f"exact-{n_ranks}") != []  # the comparison can fail
 
@@ -298,7 +298,7 @@ def test_a_rank_without_any_masked_position(two):
 def test_a_state_that_rank_0_cannot_write_is_left_out_by_all(two):
     """One rank's disk is full at the first state: all go on, and later states are written."""
     np.testing.assert_allclose(losses(two / "full-2"), losses(two / "single-1"), rtol=1e-5)
-    assert sorted(path.name for path in (two / "full-2" / "checkpoints").iterdir()) == [f"step-{n:010d}" for n in (10, 15, 20)]
+    assert sorted(path.name for path in (two / "full-2" / "checkpoints").iterdir()) == [f"step-{n:010d}" for n in (8, 12, 16)]
 
 
 @pytest.mark.parametrize("name", FIRST)

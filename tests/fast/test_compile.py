@@ -64,11 +64,15 @@ def assert_equal_up_to(tolerance, found, expected):
 
 
 # Padded rows take every branch that whole ones take but the one for no lengths, which each kind of sink has of its own.
+# Variants whose blocks are compiled below, each as one graph, come last.
 OTHERS = [name for name in VARIANTS if name not in FIRST]
-BROKEN = [*((name, True) for name in (*FIRST, *OTHERS)), *((name, False) for name in ("vanilla", "sink", "register", "logit"))]
+BROKEN = [
+    *((name, True) for name in (*FIRST[2:], *FIRST[:2], *OTHERS)),
+    *((name, False) for name in ("vanilla", "sink", "register", "logit")),
+]
 
 
-@pytest.mark.parametrize(("name", "padded"), fast_first(6, BROKEN))
+@pytest.mark.parametrize(("name", "padded"), fast_first(4, BROKEN))
 def test_whole_model_has_no_graph_break(name, padded):
     model = small_model(**LAYERS, **VARIANTS[name])
     lengths = {"lengths": torch.tensor([5, 9])} if padded else {}
@@ -77,7 +81,7 @@ def test_whole_model_has_no_graph_break(name, padded):
     assert explained.graph_count == 1
 
 
-@pytest.mark.parametrize("name", fast_first(3, FIRST))
+@pytest.mark.parametrize("name", fast_first(2, FIRST))
 def test_compiled_blocks_give_the_eager_loss(name):
     assert_compiles_to_the_same(VARIANTS[name], "aot_eager", 1e-6)
 
@@ -87,7 +91,7 @@ def test_compiled_blocks_give_the_eager_loss_as_flat_tokens():
 
 
 def test_an_observer_runs_beside_compiled_blocks():
-    model = small_model(dtype=torch.float32, n_sinks=1)
+    model = small_model(dtype=torch.float32, n_sinks=1, **LAYERS)
     tokens = small_tokens(2, 9)
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
@@ -95,12 +99,12 @@ def test_an_observer_runs_beside_compiled_blocks():
     with torch.no_grad():
         plain = model(tokens)
         observed = model(tokens, observe=lambda layer, *_: seen.append(layer))
-    assert seen == [0, 1, 2]
+    assert seen == [0, 1]
     torch.testing.assert_close(observed, plain)
 
 
 def test_compiled_blocks_use_the_cached_lane():
-    model = small_model(dtype=torch.float32, n_sinks=1)
+    model = small_model(dtype=torch.float32, n_sinks=1, **LAYERS)
     tokens = small_tokens(2, 9)
     with torch.no_grad():
         expected = model(tokens)

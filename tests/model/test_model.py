@@ -42,7 +42,7 @@ def assert_gives(model, tokens, grad, expected, expected_grads, tolerance):
             continue
         compared += 1
         assert (weight.grad - expected_grads[name]).abs().max() <= tolerance, name
-    assert compared >= 3 * 6
+    assert compared >= 6 * model.config.n_layers
 
 
 def test_grid_is_whole():
@@ -55,7 +55,8 @@ def test_whole_model_equals_masked_reference(part):
     tokens = small_tokens(2, 7)
     for number, flags in enumerate(GRID[part::27], start=part):
         grad = torch.randn(2, 7, flags["d_model"], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        models = [small_model(**flags), small_model(**({"attention": "naive"} if number % 2 else {"plan": None}), **flags)]
+        other = {"attention": "naive"} if number % 2 else {"plan": None}
+        models = [small_model(n_layers=2, **given, **flags) for given in ({}, other)]
         expected = reference_run(models[0], tokens, grad)
         for model in models:
             assert_gives(model, tokens, grad, *expected, 1e-10)

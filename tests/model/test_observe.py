@@ -129,7 +129,8 @@ def test_a_watched_forward_of_compiled_blocks_runs_as_it_is_written(monkeypatch)
 
 def test_an_exact_cache_compiles_nothing(monkeypatch):
     """Its forwards have another shape, mask and start at every block."""
-    graphs, model, given = [], small_model(n_sinks=1, block_size=4), {"prompt": [[1, 2], [3] * 6], "mask_id": 11, "length": 15}
+    graphs, model = [], small_model(n_sinks=1, block_size=4, n_layers=1)
+    given = {"prompt": [[1, 2], [3] * 6], "mask_id": 11, "length": 15}
     expected = generate(model.denoiser(), **given).tokens
     compiler = functools.partial(torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     monkeypatch.setattr(torch, "compile", compiler)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from benchmarks import reproduction_page as page
 from benchmarks.marked import prose
-from scipy import stats
 from studies.asking import write_beside
 from studies.lengths import PLAIN
 from studies.steadiness import NAME as STEADINESS
@@ -62,6 +61,8 @@ def judged(name, results):
 
 
 def test_intervals_and_tests_are_students():
+    from scipy import stats
+
     values = [0.3, -0.1, 0.25, 0.4, 0.05]
     found = statistics.over_seeds(values)
     theirs = stats.ttest_1samp(values, 0.0)
@@ -115,6 +116,8 @@ def test_holm_seldom_finds_something_among_many_nulls():
 
 
 def test_equivalence_is_two_one_sided_tests():
+    from scipy import stats
+
     values, shown = np.array([0.002, -0.004, 0.003, 0.001, -0.001]), []
     for shift in np.linspace(0, 0.02, 41):
         found = statistics.over_seeds((values + shift).tolist(), 1 - 2 * statistics.ALPHA)

@@ -6,12 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from reproductions import CUT, make_cut, reproduce, told
+from reproductions import CUT, less_of_nano, make_cut, reproduce, told
 from sinkdlm import DiffusionLM, ModelConfig, save
 from sinkdlm.checkpoint.durable import held
 from sinkdlm.data.synthetic import character_tokenizer, corpus, prepare_example
@@ -25,6 +26,13 @@ from sinkdlm.reproduce.results import find_made, read_results
 @pytest.fixture(scope="module")
 def made(made_once) -> Path:
     return made_once("reproduce", make_cut)
+
+
+@pytest.fixture
+def less() -> Iterator[None]:
+    """The nano of `made`, for commands that are not run by `reproduce`."""
+    with less_of_nano():
+        yield
 
 
 def test_a_cut_of_nano_writes_records_and_a_report(made):
@@ -63,6 +71,7 @@ def test_a_finished_reproduction_makes_nothing_again(made, tmp_path):
     assert json.loads((out / "report.json").read_text()) == report
 
 
+@pytest.mark.usefixtures("less")
 def test_records_of_other_settings_are_not_mixed(made, command_line):
     status, _, said = command_line("reproduce", "figure3", "--out", made / "cut", "--seeds", 1, "--set", "train.steps=5")
     assert status == 2
@@ -86,12 +95,14 @@ def test_records_of_other_data_are_not_mixed(made, tmp_path, capsys):
     assert "settings.json: made with --set" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("less")
 def test_a_plan_says_what_is_missing(made, command_line):
     status, said, _ = command_line("reproduce", "figure3", "--out", made / "cut", *CUT[:2], "--seeds", 2, "--plan", "--json")
     assert status == 0
     assert [one["run"] for one in json.loads(said)] == ["adapt-sink-s2", "sft-sink-s2"]
 
 
+@pytest.mark.usefixtures("less")
 def test_a_plan_says_about_how_long(made, tmp_path, command_line):
     """Expected times come from the scale's declared seconds before there are results."""
     asked = ("reproduce", "all", "--out", made / "cut", "--records", tmp_path / "none", *CUT[:2], "--seeds", 1, "--plan")
@@ -106,6 +117,7 @@ def test_a_plan_says_about_how_long(made, tmp_path, command_line):
         assert {"start", *scale.tables, *stages} == set(scale.seconds)
 
 
+@pytest.mark.usefixtures("less")
 def test_trials_of_other_rates_and_what_they_chose_are_made_again(made, command_line):
     rates = {**SCALES["nano"].lrs, "adapt": (2e-3, 4e-3, 8e-3)}
     with pytest.MonkeyPatch.context() as patch:

@@ -49,7 +49,7 @@ def run(model, requests, barred=(), **how):
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_same_output_alone_and_in_a_batch(name):
     model = small_model(n_sinks=1, **({"shift_logits": True} if "cache" in name else {}))
-    requests = mixed_requests(model, POLICIES[name], 8)  # covers every canvas and prompt length
+    requests = mixed_requests(model, POLICIES[name], 5)  # two of them with gaps
     alone = [run(model, [request])[0] for request in requests]
     assert run(model, requests[:2]) == alone[:2]
     assert run(model, requests) == alone
@@ -237,7 +237,7 @@ def test_greedy_and_llada_are_the_plain_samplers(seed):
     def predict(row):
         return model.head(model(row[None]))[0]
 
-    shapes = (13, 1, 12, 4), (14, 2, 6, 6), (20, 4, 16, 16), (9, 1, 20, 8), (17, 1, 4, 4)
+    shapes = (13, 1, 12, 4), (14, 2, 6, 6), (12, 4, 8, 8), (9, 1, 20, 8), (17, 1, 4, 4)
     for length, given, steps, block in (shapes[seed % 5], shapes[(seed + 2) % 5]):
         row = torch.full((length,), mask_id)
         row[:given] = small_tokens(1, length, seed=seed)[0, :given]

@@ -45,7 +45,7 @@ def test_quotas_add_up_to_the_canvas(schedule):
 ])  # fmt: skip
 def test_every_plan_commits_every_position_once(options):
     """The plans of a request, without a denoiser: within blocks, in the steps given, with the right sums, for sizes up to 64."""
-    for n in range(1, 65):
+    for n in (*range(1, 34), 48, 63, 64):
         for steps in (None, *range(max(1, -(-n // options.get("block", 64))), 65, 7)):
             policy = policy_of(**{**options, "steps": steps})
             (state,) = start([Request([0] + [MASK] * n, policy, MASK, number=n)])

@@ -82,10 +82,10 @@ def test_what_sinks_are_before_training(made, tmp_path, capsys):
     words = ["--out", str(tmp_path / "cut"), "--json", *CUT[:2]]
     with less_of_nano():
         inherited.main(words)
+        inputs = nano.nano_inputs(SCALES["nano"], tmp_path / "cut")
     found = json.loads(capsys.readouterr().out)
     assert read_beside(tmp_path / "cut" / "records", NAME, "nano") == found
     lm = load(tmp_path / "cut" / "parent")
-    inputs = nano.nano_inputs(SCALES["nano"], tmp_path / "cut")
     rows = sorted(inputs.documents(LESS["documents"], 32), key=lambda row: -len(row))[:8]
     tokens = torch.tensor([row[: len(rows[-1])] for row in rows])
     assert (found["rows"], found["length"]) == (8, len(tokens[0]))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sinkdlm.cli import entry as cli
+from sinkdlm.demo import language
 from sinkdlm.reproduce import nano, running
 from sinkdlm.reproduce.matrix import SCALES
 from sinkdlm.reproduce.results import RUN, TRIAL, Outcome, RunResult
@@ -82,9 +83,10 @@ def told(found: dict) -> dict:
 
 @contextmanager
 def less_of_nano() -> Iterator[None]:
-    """Run nano with fewer questions and a parent that hardly learned."""
+    """Run nano with fewer questions and texts, and a parent that hardly learned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nano, "_STEPS", 4)
+        patch.setattr(language, "N_STORIES", 600)
         patch.setitem(SCALES, "nano", replace(SCALES["nano"], **LESS))
         yield
 
