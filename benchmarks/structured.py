@@ -1,25 +1,28 @@
 """Structured output: whether 2,000 answers fit, whether samples follow their law, and what a step costs.
 
-`python -m benchmarks.structured --parts answers law cost` needs the test suite's helpers (run it in the repository) and the extra
-`dev`. answers: 42 schemas and regexes by every policy, with random models of the tests and those of `--checkpoint`. law: vocabulary
-of 4, canvas of 5, 100,000 samples of each order against the enumerated law. cost: time that constraints add to a step of 64 rows.
+    python -m benchmarks.structured --parts answers law cost --out benchmarks/results
+
+Needs the test suite's helpers (run it in the repository) and the extra `dev`. answers: 42 schemas and regexes by every policy, with
+random models of the tests and those of `--checkpoint`. law: vocabulary of 4, canvas of 5, 100,000 samples of each order against the
+enumerated law. cost: time that constraints add to a step of 64 rows.
 """
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from benchmarks.measuring import result, write
 from sinkdlm import DiffusionLM, ModelConfig, fast, load
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling import generate, policy_of, start, step
-from sinkdlm.sampling.batch import Batch
+from sinkdlm.sampling.constrained_drawing import fit_tokens
 from sinkdlm.sampling.requests import Request
 from sinkdlm.text.generate import describe
 from sinkdlm.text.prompts import encode
@@ -100,7 +103,7 @@ def law(n: int) -> dict[str, Any]:
 
 
 def cost(shape: str, rows: int, length: int, steps: int, temperature: float) -> dict[str, Any]:
-    """Share of a step's time that constraints take: the time in `Batch._fit`, less that of waiting for the forward."""
+    """Share of a step's time that constraints take: the time in `fit_tokens`, less that of waiting for the forward."""
     from formats import SCHEMAS
     from sites import bytes_lm
 
@@ -109,27 +112,22 @@ def cost(shape: str, rows: int, length: int, steps: int, temperature: float) -> 
     model = DiffusionLM(ModelConfig.preset(shape, vocab_size=size, mask_id=size)).to(device)
     fast.prepare(model, fast.Plan())
     schema, spent = SCHEMAS[26], 0.0
-    fit = Batch._fit
 
-    def timed(self: Any, positions: Any, *given: Any) -> None:
+    def timed(*given: Any, **chosen: Any) -> None:
         nonlocal spent
-        positions.cpu()  # waits for the forward
+        chosen["tokens"].cpu()  # waits for the forward
         began = time.perf_counter()
-        fit(self, positions, *given)
+        fit_tokens(*given, **chosen)
         spent += time.perf_counter() - began
 
     rule = constraint_of(tokenizer, size, schema=schema)
     policy = policy_of("llada", steps=steps, temperature=temperature, eos_id=tokenizer.eos_token_id)
     states = start([Request([*[5] * 8, *[size] * length], policy, size, number=row, constraint=rule) for row in range(rows)])
-    Batch._fit = timed  # type: ignore[method-assign, assignment]
-    try:
-        with model.inference():
-            began, n_steps = time.perf_counter(), 0
-            while step(states, model.denoiser()):
-                n_steps += 1
-            whole = time.perf_counter() - began
-    finally:
-        Batch._fit = fit  # type: ignore[method-assign]
+    with patch("sinkdlm.sampling.batch.fit_tokens", timed), model.inference():
+        began, n_steps = time.perf_counter(), 0
+        while step(states, model.denoiser()):
+            n_steps += 1
+        whole = time.perf_counter() - began
     return {"shape": shape, "rows": rows, "length": length, "temperature": temperature, "steps": n_steps,
             "ms_per_step": 1e3 * whole / n_steps, "ms_of_constraints": 1e3 * spent / n_steps, "share": spent / whole}  # fmt: skip
 
@@ -144,6 +142,7 @@ def main() -> None:
     given.add_argument("--shape", default="nano")
     given.add_argument("--rows", type=int, default=64)
     given.add_argument("--steps", type=int, default=None)
+    given.add_argument("--out", type=Path, default=None, help="folder for the result, for example benchmarks/results")
     asked = given.parse_args()
     found: dict[str, Any] = {}
     if "answers" in asked.parts:
@@ -155,7 +154,9 @@ def main() -> None:
         found["law"] = law(asked.samples)
     if "cost" in asked.parts:
         found["cost"] = [cost(asked.shape, asked.rows, asked.length, asked.steps or asked.length, heat) for heat in (0.0, 1.0)]
-    print(json.dumps(found, indent=1))
+    settings = {key: value for key, value in vars(asked).items() if key != "out"}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write(result("structured", found, device=device, settings=settings), asked.out, subject="-".join(asked.parts))
 
 
 if __name__ == "__main__":

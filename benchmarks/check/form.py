@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 _KEYS = {"benchmark", "command", "commit", "date", "hardware", "versions", "settings", "figures"}
-_UNTIMED = ("memory", "likelihood", "curves", "tutorial")  # peaks; one long run of each form; losses; what commands print
+# Peaks; one long run of each form; losses; what commands print; counts.
+_UNTIMED = ("memory", "likelihood", "curves", "tutorial", "structured")
 
 
 def check_result(entry: dict[str, Any]) -> None:

@@ -46,6 +46,14 @@ def test_a_server_keeps_its_promises() -> None:
         assert figures[form]["requests"] > 100
 
 
+def test_constrained_samples_follow_their_law() -> None:
+    law = figures_of("structured-law-*")["law"]
+    assert len(law) == 3
+    for found in law.values():
+        assert found["samples"] == 100_000
+        assert found["total_variation"] < 0.02
+
+
 def test_a_gpu_keeps_the_promises_of_loss_and_noise() -> None:
     loss, noise = figures_of("loss-nvidia-h200"), figures_of("noise-nvidia-h200")
     big = loss["8192x896x151936"]

@@ -145,7 +145,7 @@ class Watched:
 
     def recording(self) -> dict[str, Any]:
         """All steps with the attention of every head, as the inspector reads them."""
-        from sinkdlm.analysis.recording import Recorder, join_sides
+        from sinkdlm.analysis.recording import Recorder, effort, join_sides
 
         text, lm, path = self.text, self._lm, Path(self._lm.path)
         canvases = [*(look.seen for look in self._steps), self._state.tokens.tolist()]
@@ -153,7 +153,8 @@ class Watched:
         name = (path.parent if path.name == "model" else path).name or "model"
         asked = {"prompt": self._prompt or text, "seed": str(self._job.seed), "policy": None, "steps": len(self._steps)}
         n_open = canvases[0].count(lm.config.mask_id)
-        return join_sides([Recorder(lm, name, canvases, n_given).record()], {**asked, "length": n_open})
+        took = effort(self._state.forwards, self._state.accepted, n_open)
+        return join_sides([Recorder(lm, name, canvases, n_given, effort=took).record()], {**asked, "length": n_open})
 
     def page(self) -> str:
         """The inspector with this text inside, as HTML that needs no server."""

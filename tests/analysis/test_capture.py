@@ -314,6 +314,13 @@ def test_every_policy_can_be_watched():
         assert found.n_prompt == 1
 
 
+def test_a_row_that_speculates_is_watched_step_by_step():
+    model = small_model(n_sinks=1)
+    given = {"prompt": [[3]], "mask_id": model.config.mask_id, "length": 9}
+    (plain,), (guessing,) = (list(capture(model, requests_of(**given, speculate=k))) for k in (None, 4))
+    assert np.array_equal(plain.tokens, guessing.tokens)
+
+
 @pytest.mark.parametrize("remask", ["cap", "loop", "conf"])
 def test_rows_that_only_mask_again_have_no_forward_whatever_is_beside_them(remask):
     model = small_model(n_sinks=1)

@@ -1,5 +1,6 @@
 """`hf://owner/name` in every command that takes a model, a tokenizer or a data set. A server on loopback stands for the hub."""
 
+import itertools
 import json
 
 import pytest
@@ -114,3 +115,27 @@ def test_a_data_set_is_prepared_by_name_with_a_tokenizer_of_the_hub(hub, model, 
     assert not status, err
     assert json.loads(out)["splits"]["train"]["documents"] > 30
     assert "model.safetensors" not in hub.fetched()
+
+
+def test_texts_of_the_hub_are_scored_and_compared(hub, model, tmp_path, command_line, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    rows = "".join(json.dumps({"text": f"the cat sat {i} times."}) + "\n" for i in range(4))
+    (tmp_path / "texts.jsonl").write_text(rows)
+    hub.add("some/texts", {"train.jsonl": b'{"text": "a"}\n'}, kind="datasets")
+    hub.add("some/texts", {"validation.jsonl": rows.encode()}, kind="datasets", branch="v1")
+    theirs = ("hf://some/texts@v1", "--split", "validation")
+    compared = ("--names", "a,b", "--draws", "8", "--prompts", "0")
+    for words in (("score", model, "TEXTS", "--draws", "8"), ("compare", model, model, "TEXTS", *compared)):
+        said = []
+        for texts in ((tmp_path / "texts.jsonl",), theirs):
+            asked = itertools.chain.from_iterable(texts if word == "TEXTS" else (word,) for word in words)
+            status, out, err = command_line(*asked, "--limit", "3", "--json")
+            assert not status, err
+            said.append(json.loads(out.replace(str(tmp_path / "texts.jsonl"), "TEXTS").replace("hf://some/texts@v1", "TEXTS")))
+        assert said[0] == said[1]
+    status, _, err = command_line("score", model, "hf://some/texts@v2")
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "some/texts" in err

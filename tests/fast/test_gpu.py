@@ -189,7 +189,8 @@ def test_the_exact_cache_writes_the_same_on_a_gpu(name):
 
 def attended(inputs, grad, rule, form):
     """Return output and gradients; four inputs are q, k, v and a sink logit."""
-    visible = block_mask(rule, inputs[0].shape[0]) if form is attend_flex else rule.dense()
+    batch, n_sinks = inputs[0].shape[0], 0 if len(inputs) == 4 else inputs[3].shape[2]
+    visible = block_mask(rule, batch, n_sinks) if form is attend_flex else rule.dense()
     named = {"sink_logit": inputs[3]} if len(inputs) == 4 else {"sink_k": inputs[3], "sink_v": inputs[4]}
     out = form(*inputs[:3], **named, visible=visible)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]

@@ -16,7 +16,7 @@ from sinkdlm.fast.runner import FastRunner
 from sinkdlm.model import model as plain
 from sinkdlm.model.model import run_plain
 from sinkdlm.model.visibility import Annealing
-from sinkdlm.sampling.batch import BlockCache
+from sinkdlm.sampling.prefix_cache import BlockCache
 from small_models import VARIANTS, small_model, small_tokens
 
 ON_GPU = torch.cuda.is_available()

@@ -351,7 +351,7 @@ def test_tables_of_blocks_hide_nothing_that_is_seen():
         padded = numbers.to(torch.int32)
         padded[:, -5:] = PADDING
         rule = Visibility(torch.cat([padded, padded], dim=1), blocks=codes)
-        dense, mask = rule.dense()[0, 0], block_mask(rule, 1)
+        dense, mask = rule.dense()[0, 0], block_mask(rule, 1, 2)
         partial = mask.to_dense()[0, 0]
         full_counts, full_index = mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0]
         whole = torch.zeros_like(partial)
@@ -369,4 +369,4 @@ def test_tables_of_blocks_hide_nothing_that_is_seen():
             bool(dense[r * 128 : (r + 1) * 128, c * 128 : (c + 1) * 128].any()) for r in range(n_rows) for c in range(n_columns)
         )
         if n_tokens % 128 == 0:  # no tile holds two documents or both copies
-            assert int(partial.sum()) <= seen
+            assert int(partial.sum()) <= seen + n_rows + 2  # the sinks' tiles, and little more

@@ -8,13 +8,15 @@ import zlib
 from pathlib import Path
 from urllib.parse import urlencode
 
+import httpx
 import numpy as np
 import pytest
 
 from pages import address, finished, looked, open_file, opened, said_by, scrub, side, trajectory_of, until
-from sinkdlm.analysis.recording import Recorder, join_sides
+from sinkdlm.analysis.recording import Recorder, effort, join_sides
 from sinkdlm.page.bundle import build_viewer, join_modules
-from sites import PROMPT
+from sinkdlm.sampling.speculation import Pace
+from sites import PROMPT, SECONDS
 
 # -- recordings -------------------------------------------------------------------------------------------------------------------
 
@@ -27,7 +29,8 @@ def recording(lms):
     for name in ("plain", "sunk"):
         trajectory = trajectory_of(lms[name])
         canvases = [*trajectory.tokens.tolist(), trajectory.final.tolist()]
-        sides.append(Recorder(lms[name], name, canvases, trajectory.n_prompt).record())
+        took = effort(trajectory.n_steps, 0, canvases[0].count(trajectory.mask_id))
+        sides.append(Recorder(lms[name], name, canvases, trajectory.n_prompt, effort=took).record())
     return join_sides(sides, {"prompt": PROMPT, "seed": "1"})
 
 
@@ -74,6 +77,34 @@ def assert_alike(shown, live):
         assert re.sub(shares, "", one) == re.sub(shares, "", other)
         numbers = [[float(number) for number in re.findall(shares, text)] for text in (one, other)]
         assert numbers[0] == pytest.approx(numbers[1], abs=0.6)  # and what is shown has its own rounding
+
+
+def test_what_writing_took_is_shown_where_it_is_known(browser, site, tmp_path, monkeypatch):
+    """With speculation, from the server and from a file; a recording made before there were such counts opens without."""
+    monkeypatch.setattr(site.site.models["sunk"].engine._adapter, "pace", Pace())  # as asked, whatever its speed
+    body = {"model": "sunk", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "seed": 1, "sinkdlm": {"speculate": 4}}
+    told = httpx.post(f"{site.url}/v1/completions", json=body, timeout=SECONDS).json()["sinkdlm"]
+    (forwards,), (accepted,) = told["forwards"], told["accepted"]
+    assert forwards + accepted == 20
+    assert accepted > 1
+    rate = f"{told['tokens_per_forward']:#.3g} tokens per forward"
+    words = f"Written in {forwards} forwards, {rate}; {accepted} tokens accepted beyond"
+    with opened(browser, address(site, model="sunk", beside="", speculate=4, steps="")) as page:
+        finished(page, 1)
+        assert words in said_by(side(page, "sunk"))
+        assert page.input_value("#speculate") == "4"
+        with page.expect_download() as saved:
+            page.click("#save")
+        saved.value.save_as(tmp_path / "new.json")
+        found = json.loads((tmp_path / "new.json").read_text())
+        assert len(found["sides"][0]["tokens"]) == 21  # a forward of several steps has a frame for each
+        for name in ("forwards", "accepted", "tokens_per_forward"):
+            assert found["sides"][0].pop(name) == (told[name] if name == "tokens_per_forward" else told[name][0])
+        (tmp_path / "old.json").write_text(json.dumps(found))
+        for name, shown in (("new", True), ("old", False)):
+            open_file(page, tmp_path / f"{name}.json", 1)
+            assert (words in said_by(side(page, "sunk"))) == shown
+            assert "speculate 4" in page.text_content("#asked")
 
 
 def test_a_file_that_is_no_recording_is_told(browser, site, recording, tmp_path):

@@ -310,7 +310,7 @@ def test_auto_speculates_while_a_forward_has_room(shared, monkeypatch):
 
     monkeypatch.setattr(speculation, "_device_time", lambda _: clock[0])
     adapter = DenoiserAdapter.of(denoise)
-    adapter.pace = speculation.Pace(shared=shared)
+    adapter.speculator = speculation.Speculator(shared=shared)
     for n, fewest, most in ((1, 0, 0.7), (16, 0.95, 1.05)):
         clock[0], asked = 0.0, 8 if shared else "auto"
         states = start(requests_of([[1]] * n, length=32, mask_id=9, speculate=asked) * (12 if n == 1 else 1))
@@ -319,7 +319,7 @@ def test_auto_speculates_while_a_forward_has_room(shared, monkeypatch):
                 pass
         plain = 31 * (12 if n == 1 else 1)
         assert fewest <= clock[0] / plain <= most
-        assert adapter.pace._trials[n.bit_length()].best == (8 if n == 1 else 1)
+        assert adapter.speculator._trials[n.bit_length()].best == (8 if n == 1 else 1)
 
 
 def test_what_cannot_be_guessed_is_refused():

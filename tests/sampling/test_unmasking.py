@@ -9,7 +9,7 @@ import torch
 from plain_samplers import kept, llada
 from sinkdlm.noise import Stream, hash_words
 from sinkdlm.sampling import generate, requests_of, stream
-from sinkdlm.sampling.drawing import _pick, cut, draw, gumbel, log_odds_, margin, negative_entropy, penalise
+from sinkdlm.sampling.drawing import add_noise, cut, draw, gumbel, log_odds_, margin, negative_entropy, penalise
 from sinkdlm.sampling.requests import Request, start
 from sinkdlm.sampling.unmasking import (
     NAMED,
@@ -225,8 +225,9 @@ def test_sureness_is_that_of_the_softmax():
 def test_compiled_draws_are_the_plain_ones():
     """What a GPU runs for large batches, compiled here for the CPU."""
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(0))
-    fused = torch.compile(_pick, dynamic=True)
-    assert torch.equal(fused(logits, keys_of(64), torch.arange(500)), _pick(logits, keys_of(64), torch.arange(500)))
+    given = logits, keys_of(64), torch.arange(500)
+    fused = torch.compile(lambda *given: add_noise(*given).argmax(-1), dynamic=True)
+    assert torch.equal(fused(*given), add_noise(*given).argmax(-1))
 
 
 # -- the joint -------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from engines import EOS, MASK, SECONDS, Owner, alone
 from sinkdlm.analysis.recording import look_at
 from sinkdlm.sampling import Request, policy_of, start
-from sinkdlm.sampling.batch import DenoiserAdapter
+from sinkdlm.sampling.denoiser import DenoiserAdapter
 from sinkdlm.sampling.prefill import PrefixStore, compute_prefixes
 from sinkdlm.serving import engine as engine_module
 from sinkdlm.serving.engine import Capacity, Engine, share_forwards

@@ -15,7 +15,7 @@ from engines import MASK, POLICIES, SECONDS, Owner, alone, request_of
 from sinkdlm.errors import ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
 from sinkdlm.sampling import Request, policy_of
-from sinkdlm.sampling.speculation import Pace
+from sinkdlm.sampling.speculation import Speculator
 from sinkdlm.serving.engine import (
     Capacity,
     ClosedError,
@@ -59,7 +59,7 @@ def make(model):
 
 def test_frames_are_of_every_step_where_a_forward_takes_several(make, model):
     engine = make()
-    engine._adapter.pace = Pace()  # as many canvases as are asked for
+    engine._adapter.speculator = Speculator()  # as many canvases as are asked for
     request = request_of("eos", 3, n_open=20)
     found = []
     for policy in (request.policy, replace(request.policy, speculate=4)):

@@ -64,6 +64,8 @@ def test_a_finished_request_can_be_looked_into(flags):
         assert [choice["frames"] for choice in facts["choices"]] == [7, 7]
         assert facts["choices"][1]["n_given"] == 8
         assert 0 < facts["seconds_left"] <= 600
+        took = {"forwards": 6, "accepted": 0, "tokens_per_forward": 1.0}
+        assert facts["choices"][1].items() >= took.items()
 
         frames = http.get(f"{base}/1/frames").json()
         pieces = frames["pieces"]
@@ -107,6 +109,7 @@ def test_a_finished_request_can_be_looked_into(flags):
         assert look["relative"] == np.flatnonzero(stand_out).tolist()
         assert look["top"] == exact.argmax(-1).ravel().tolist()
         side = http.get(f"{base}/1/recording").json()
+        assert side.items() >= took.items()
         assert side["tokens"] == [frame["tokens"] for frame in frames["frames"]]
         assert side["confidence"] == [frame["confidence"] for frame in frames["frames"]]
         assert side["absolute"][3] == look["absolute"]

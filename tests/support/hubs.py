@@ -130,9 +130,12 @@ class _Handler(BaseHTTPRequestHandler):
         facts = {"id": name, "sha": sha, "private": repo.private, "gated": False, "disabled": False, "downloads": 0, "likes": 0}
         self._json({**facts, "tags": [], "siblings": [{"rfilename": path} for path in files]})
 
-    def tree(self, hub: Hub, body: bytes, kind: str, name: str, revision: str) -> None:
+    def tree(self, hub: Hub, body: bytes, kind: str, name: str, revision: str, folder: str | None) -> None:
         _, files = self._files(self._repo(hub, kind, name), revision)
-        self._json([{"type": "file", "path": path, "size": len(one), "oid": _oid(one)} for path, one in files.items()])
+        inside = {path: one for path, one in files.items() if path.startswith(f"{folder}/" if folder else "")}
+        if not inside:
+            raise _RefusedError(404, "EntryNotFound")
+        self._json([{"type": "file", "path": path, "size": len(one), "oid": _oid(one)} for path, one in inside.items()])
 
     def paths(self, hub: Hub, body: bytes, kind: str, name: str, revision: str) -> None:
         _, files = self._files(self._repo(hub, kind, name), revision)
@@ -221,7 +224,7 @@ def _oid(content: bytes) -> str:
 _KIND, _NAME, _REVISION = r"(?P<kind>models|datasets)", r"(?P<name>[\w.-]+/[\w.-]+)", r"(?P<revision>[^/]+|refs/pr/\d+)"
 _ROUTES: list[tuple[str, Any]] = [
     (rf"GET /api/{_KIND}/{_NAME}(/revision/{_REVISION})?", _Handler.info),
-    (rf"GET /api/{_KIND}/{_NAME}/tree/{_REVISION}/?", _Handler.tree),
+    (rf"GET /api/{_KIND}/{_NAME}/tree/{_REVISION}/?(?P<folder>.+)?", _Handler.tree),
     (rf"POST /api/{_KIND}/{_NAME}/paths-info/{_REVISION}", _Handler.paths),
     (rf"(GET|HEAD) /((?P<kind>datasets)/)?{_NAME}/resolve/{_REVISION}/(?P<file>.+)", _Handler.file),
     (r"POST /api/repos/create", _Handler.create),

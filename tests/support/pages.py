@@ -57,12 +57,12 @@ def looked(page, sides=2):
     until(page, LOOKED.format(sides))
 
 
-def open_file(page, path):
+def open_file(page, path, sides=2):
     """Open a file and wait until it is shown: the text before may look the same."""
     page.evaluate("document.querySelectorAll('article.side').forEach(one => one.classList.add('before'))")
     page.set_input_files("#open", path)
     until(page, "!document.querySelector('article.side.before')")
-    finished(page)
+    finished(page, sides)
 
 
 def side(page, name):

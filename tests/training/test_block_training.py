@@ -12,7 +12,7 @@ from runs import TINY, interrupted, metrics, recipe_of, run
 from sinkdlm import Recipe, load
 from sinkdlm.diffusion import Schedule, complement, corrupt, denoising_loss
 from sinkdlm.errors import ConfigError
-from sinkdlm.training import cpu_trial, evaluate, loop
+from sinkdlm.training import cpu_trial, evaluate, speed
 from small_models import small_model, small_tokens
 
 BLOCKS = {**TINY, "block_size": 4}
@@ -64,7 +64,7 @@ def test_block_sizes_change_at_their_steps(tmp_path, token_set, monkeypatch):
 
     monkeypatch.setattr(evaluate, "corrupt", note)
     counted = []
-    monkeypatch.setattr(loop, "training_flops", lambda config, *given, **more: counted.append(config.block_size) or 1.0)
+    monkeypatch.setattr(speed, "training_flops", lambda config, *given, **more: counted.append(config.block_size) or 1.0)
     run(block_recipe(token_set, blocks={"sizes": [[0, 1], [2, 8], [5, 4]]}, **QUIET), tmp_path / "run")
     assert seen == counted == [1, 1, 8, 8, 8, 4]
 

@@ -163,6 +163,7 @@ def capture(
         states = start(requests[begin : begin + batch])
         seen: list[list[dict[str, np.ndarray]]] = [[] for _ in states]
         for state in states:
+            state.step_alone()
             state.leave_cache()  # an exact one; others are refused
         with model.inference():
             watched = Watched(model, rules, barred)

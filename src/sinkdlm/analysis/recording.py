@@ -96,7 +96,7 @@ def likeliest(
 class Recorder:
     """Takes frames one by one, so that others can use the model in between; `side` is one model's part of a recording.
 
-    confidence: for each frame a byte a token, 0 for none, else 1 + 254 p. clean: as of `look_at`.
+    confidence: for each frame a byte a token, 0 for none, else 1 + 254 p. clean: as of `look_at`. effort: what writing took.
     """
 
     lm: Any
@@ -106,6 +106,7 @@ class Recorder:
     confidence: Sequence[bytes] = ()
     rules: Rules = RULES
     clean: Sequence[int] | None = None
+    effort: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         n_frames, config, length = len(self.canvases), self.lm.config, len(self.canvases[0])
@@ -151,6 +152,7 @@ class Recorder:
             **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_sinks")},
             "sink_kind": config.sink_kind if config.n_sinks else None,
             "n_given": self.n_given,
+            **(self.effort or {}),
             "rules": self.rules._asdict(),
             "tokens": [[None if token == config.mask_id else token for token in canvas] for canvas in self.canvases],
             "confidence": [base64.b64encode(sure).decode() for sure in self.confidence] or None,
@@ -164,6 +166,11 @@ class Recorder:
                 [[[token, round(chance, _DIGITS)] for token, chance in place] for place in frame] for frame in self._candidates
             ],
         }
+
+
+def effort(forwards: int, accepted: int, n_tokens: int) -> dict[str, float]:
+    """What n_tokens took. accepted: those beyond one step per forward."""
+    return {"forwards": forwards, "accepted": accepted, "tokens_per_forward": n_tokens / max(1, forwards)}
 
 
 def pack(frames: Sequence[np.ndarray]) -> dict[str, Any]:

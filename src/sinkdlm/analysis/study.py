@@ -17,7 +17,7 @@ from sinkdlm.analysis.capture import RULES, Rules, attention_maps, capture, capt
 from sinkdlm.analysis.interventions import Ground, find_changes, measure_changes
 from sinkdlm.analysis.kinds import classify, labels
 from sinkdlm.analysis.metrics import Measured, Trajectory, measure, paths_of, summarize
-from sinkdlm.analysis.recording import Recorder
+from sinkdlm.analysis.recording import Recorder, effort
 from sinkdlm.checkpoint.tokenizer import absent_ids
 from sinkdlm.errors import AnalysisError
 from sinkdlm.sampling import Policy, Request
@@ -124,10 +124,9 @@ class _Seen:
         asked = {"prompt": prompt, "seed": str(plan.seed), "policy": None, "steps": first.n_steps, "length": plan.length}
         noise = {"shares": list(plan.shares), "length": len(first.final)} if plan.shares else {}
         canvases = [*first.tokens.tolist(), first.final.tolist()]
-        return {
-            "asked": {**asked, **noise},
-            "side": Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules, clean=self.clean()).record(tick),
-        }
+        took = None if plan.shares else effort(first.n_steps, 0, canvases[0].count(first.mask_id))
+        recorder = Recorder(self.lm, name, canvases, first.n_prompt, rules=plan.rules, clean=self.clean(), effort=took)
+        return {"asked": {**asked, **noise}, "side": recorder.record(tick)}
 
 
 def study(

@@ -7,7 +7,7 @@ import typer
 from typer import Argument
 
 from sinkdlm.cli.loading import check_tokenizer, choose_device, given, load_model, name_models, open_writer, say
-from sinkdlm.cli.options import Bos, Computing, Device, Documents, Field, Json, PolicySet, Sampler, Seed, option
+from sinkdlm.cli.options import Bos, Computing, Device, Documents, Field, Json, PolicySet, Sampler, Seed, Split, Subset, option
 from sinkdlm.errors import AnalysisError, EvalError
 
 _ROW_TOKENS = 2048  # at most, where both models read more
@@ -16,9 +16,11 @@ _ROW_TOKENS = 2048  # at most, where both models read more
 def compare(
     first: Annotated[str, Argument(metavar="A", help="A checkpoint, or anything that `convert` reads.")],
     second: Annotated[str, Argument(metavar="B", help="The model that is compared with A.")],
-    texts: Annotated[Path, Argument(metavar="TEXTS", help="As `score` reads them, or a prepared set, for its validation split.")],
+    texts: Annotated[Path, Argument(metavar="TEXTS", help="As `score` reads them: files, hf://owner/name, or a prepared set.")],
     field: Field = "text",
     documents: Documents = "file",
+    split: Split = "train",
+    subset: Subset = None,
     limit: Annotated[int | None, option("Use only the first N documents.", min=1)] = None,
     tokens: Annotated[int, option("Score at most this many tokens.", min=1)] = 1 << 15,
     draws: Annotated[int, option("Masks per row, the same for both models.", min=8, max=1 << 16)] = 16,
@@ -37,6 +39,7 @@ def compare(
 ) -> None:
     """Compare two models on the same texts: nats a token, samples on the same seeds, attention on sinks."""
     from sinkdlm.analysis import compare as comparing
+    from sinkdlm.checkpoint.hub import read_name
     from sinkdlm.evals.answering import forward_tokens
     from sinkdlm.sampling.unmasking import policy_of
 
@@ -50,7 +53,8 @@ def compare(
             out.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
             raise AnalysisError(f"{out}: cannot be written: {failure.strerror}; choose another folder with --out") from None
-    found, tokenizer, room, n_prefix = _read([first, second], texts, field, documents, limit, tokens, bos)
+    read: dict[str, Any] = {"field": field, "documents": documents, "split": split, "subset": subset, "limit": limit}
+    found, tokenizer, room, n_prefix = _read([first, second], texts, read, tokens, bos)
     rows = comparing.cut(found, min(_ROW_TOKENS, room), tokens)
     if not rows:
         raise EvalError(f"{texts}: no document has a token to score within the {room} tokens that both models read")
@@ -61,7 +65,8 @@ def compare(
         budget = forward_tokens(lm.model.embed.weight.device, lm.config.vocab_size)
         sides.append(_measure(lm, name, source, rows, masks, beginnings, budget, policy, length, seed, bos))
         del lm  # before the next one is loaded
-    settings = {"texts": str(texts), "tokens_at_most": tokens, "row_tokens": min(_ROW_TOKENS, room), "draws": draws, "seed": seed}
+    place = str(read_name(texts) or texts)
+    settings = {"texts": place, "tokens_at_most": tokens, "row_tokens": min(_ROW_TOKENS, room), "draws": draws, "seed": seed}
     settings |= {"policy": config, "temperature": policy.temperature, **given(length=length), **dict(overrides or [])}
     comparison = comparing.Comparison((sides[0], sides[1]), rows, masks, beginnings, settings)
     files = {} if out is None else comparison.write(out)
@@ -73,9 +78,7 @@ def compare(
         typer.echo(f"wrote {files['html']} and {files['json']}")
 
 
-def _read(
-    sources: list[str], texts: Path, field: str, documents: Any, limit: int | None, most: int, bos: bool | None
-) -> tuple[list[Any], Any, int, int]:
+def _read(sources: list[str], texts: Path, read: dict[str, Any], most: int, bos: bool | None) -> tuple[list[Any], Any, int, int]:
     """Documents as tokens, the same to both models; a tokenizer; how many tokens both models read, and stand before a text."""
     from sinkdlm.analysis.compare import Document
     from sinkdlm.evals import documents as reading
@@ -87,10 +90,10 @@ def _read(
         check_tokenizer(tokenizer, source)
     if reading.is_prepared(texts):
         encoded = [reading.read_prepared(texts, tokenizer, most) for tokenizer in tokenizers]
-        found = [encoded[0][:limit]] * 2
+        found = [encoded[0][: read["limit"]]] * 2
     else:
-        given_, _ = reading.read_documents(texts, field=field, documents=documents)
-        found = [reading.encode_documents(given_[:limit], tokenizer, bos) for tokenizer in tokenizers]
+        given_, _ = reading.read_documents(texts, **read)
+        found = [reading.encode_documents(given_, tokenizer, bos) for tokenizer in tokenizers]
     prefixes = [reading.prefix_of(tokenizer, bos) for tokenizer in tokenizers]
     if found[0] != found[1] or prefixes[0] != prefixes[1]:
         cure = "nats a token do not compare; compare bits per byte: sinkdlm score A TEXTS, and sinkdlm score B TEXTS"

@@ -7,7 +7,7 @@ import typer
 from typer import Argument
 
 from sinkdlm.cli.loading import say
-from sinkdlm.cli.options import Documents, Field, Json, Seed, option
+from sinkdlm.cli.options import Documents, Field, Json, Seed, Split, option
 
 app = typer.Typer(help="Prepare training data and look at it.", rich_markup_mode=None, no_args_is_help=True, add_completion=False)
 Kind = Literal["text", "sft", "gsm8k-two-stage", "gsm8k-one-stage"]
@@ -50,8 +50,8 @@ def data_prepare(
     length: Annotated[int | None, option("Leave out examples with more tokens than this.", min=2)] = None,
     eos: Annotated[int | None, option("Token id that ends a document; by default the tokenizer's EOS.", min=0)] = None,
     bos: Annotated[bool | None, option("Begin examples with BOS or not; default: as the tokenizer.", "--bos/--no-bos")] = None,
-    split: Annotated[str, option("Split of a hub data set.")] = "train",
-    config: Annotated[str | None, option("Configuration of a hub data set.")] = None,
+    split: Split = "train",
+    config: Annotated[str | None, option("Configuration of a hub data set.", "--config", "--subset")] = None,
     executor: Annotated[Executor, option("local: this process; the others: datatrove's executors.")] = "local",
     tasks: Annotated[int, option("datatrove: number of tasks that share the files.", min=1)] = 1,
     workers: Annotated[int, option("datatrove: tasks run at the same time; -1 for all.", min=-1)] = -1,

@@ -8,7 +8,22 @@ import typer
 from typer import Argument
 
 from sinkdlm.cli.loading import check_tokenizer, given, load_on_ranks, say
-from sinkdlm.cli.options import Bos, Chat, Checkpoint, Compile, Device, Documents, Field, Json, Precision, Seed, TaskSet, option
+from sinkdlm.cli.options import (
+    Bos,
+    Chat,
+    Checkpoint,
+    Compile,
+    Device,
+    Documents,
+    Field,
+    Json,
+    Precision,
+    Seed,
+    Split,
+    Subset,
+    TaskSet,
+    option,
+)
 from sinkdlm.errors import ConfigError, EvalError
 
 Draws = Annotated[int | None, option("Monte Carlo masks per request or window; by default 128.", min=1)]
@@ -171,9 +186,13 @@ def score_requests(
 
 def score(
     checkpoint: Checkpoint,
-    file: Annotated[Path, Argument(metavar="FILE", help="txt, md, jsonl (.gz, .zst), parquet, a folder, or a prepared set.")],
+    file: Annotated[
+        Path, Argument(metavar="FILE", help="txt, md, jsonl (.gz, .zst), parquet, a folder, hf://owner/name, or a prepared set.")
+    ],
     field: Field = "text",
     documents: Documents = "file",
+    split: Split = "train",
+    subset: Subset = None,
     limit: Annotated[int | None, option("Use only the first N documents.", min=1)] = None,
     estimator: Annotated[str | None, option("Estimator: exact_k, official, chain or causal; by default exact_k.")] = None,
     draws: Draws = None,
@@ -193,7 +212,8 @@ def score(
     changes = given(estimator=_estimator(causal, estimator, draws), draws=draws)
     settings_for("", changes)  # report a wrong one before reading the model
     prepared = texts.is_prepared(file)
-    found, n_left_out = ([], 0) if prepared else texts.read_documents(file, field=field, documents=documents)
+    read: dict[str, Any] = {"field": field, "documents": documents, "split": split, "subset": subset, "limit": limit}
+    found, n_left_out = ([], 0) if prepared else texts.read_documents(file, **read)
     with load_on_ranks(checkpoint, device, dtype) as (world, lm):
         found = (texts.validation_texts(file, lm.tokenizer) if prepared else found)[:limit]
         sheet = texts.sheet_of(found, texts.scoring(lm.tokenizer, changes, bos), seed)

@@ -34,6 +34,8 @@ Bos = Annotated[bool | None, option("Begin texts with BOS or not; by default as 
 Seed = Annotated[int, option("Seed of all random draws.", min=0, max=2**63 - 1)]
 Chat = Annotated[bool, option("Put each prompt into the tokenizer's chat template, as a user's turn.", "--chat")]
 Field = Annotated[str, option("Field that holds the text in jsonl, parquet or hub rows.")]
+Split = Annotated[str, option("Split of a hub data set.")]
+Subset = Annotated[str | None, option("Configuration of a hub data set.", "--subset")]
 Exact = Annotated[bool, option("Give bit-identical tokens alone and in any batch; slower.", "--deterministic")]
 Overrides = Annotated[list[str] | None, option("Override a recipe key, as in train.lr=1e-4.", "--set", metavar="KEY=VALUE")]
 Sampler = Annotated[str, option("Sampling policy: smdm-origin, smdm-greedy, llada, dream or fast.", "--config", "--policy")]

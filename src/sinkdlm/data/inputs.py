@@ -152,7 +152,7 @@ def _named(name: str, split: str, config: str | None) -> Source:
     named = read_name(name)
     if named is None or named.file is not None:
         raise DataError(
-            f"{name}: names a file; a data set is hf://owner/name or hf://owner/name@REVISION, with --split and --config"
+            f"{name}: names a file; a data set is hf://owner/name or hf://owner/name@REVISION, with --split and --subset"
         )
     stamp = "\n".join([str(named), split, str(config)])
     return Source(named.repo, "hub", stamp=stamp, split=split, config=config, revision=named.revision)
@@ -451,5 +451,5 @@ def open_hub(source: Source) -> Any:
         return datasets.load_dataset(source.name, source.config, streaming=True, **named)
     except Exception as failure:  # whatever the builders and the network raise
         where = "" if Path(source.name).exists() else "neither a file here nor a data set that can be opened: "
-        cure = "--split and --config choose within it"
+        cure = "--split and --subset choose within it"
         raise DataError(f"{source.name}: {where}{first_line(failure)}; {cure}") from failure

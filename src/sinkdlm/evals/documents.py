@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkdlm.checkpoint.hub import read_name
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.inputs import Reader, count_bytes, find_sources, whole_text_of
 from sinkdlm.data.shards import INDEX, open_split
@@ -22,13 +23,26 @@ PREPARED_TOKENS = 1 << 15  # of a prepared set that `score` reads, at most
 _TASK = "documents"
 
 
-def read_documents(path: Path, *, field: str = "text", documents: str = "file") -> tuple[list[str], int]:
-    """Read the texts of a file or folder (a whole .txt, its lines or paragraphs, a field of rows); count rows without text."""
-    if not path.exists():
+def read_documents(
+    path: Path,
+    *,
+    field: str = "text",
+    documents: str = "file",
+    split: str = "train",
+    subset: str | None = None,
+    limit: int | None = None,
+) -> tuple[list[str], int]:
+    """Read the texts of a file, a folder or a data set of the hub (a whole .txt, its lines or paragraphs, a field of rows), the
+    first `limit` of them; count rows without text."""
+    named = read_name(path)
+    if named is None and not path.exists():
         raise EvalError(f"{path}: no such file or folder")
-    sources = find_sources([str(path)])
-    found, n_left_out = [], 0
+    sources = find_sources([str(named or path)], split=split, config=subset)
+    found: list[str] = []
+    n_left_out = 0
     for _, _, row in Reader(sources, documents=documents).rows([field]):
+        if len(found) == limit:
+            break
         text = whole_text_of(row, field)
         if text is None:
             n_left_out += 1
@@ -36,7 +50,7 @@ def read_documents(path: Path, *, field: str = "text", documents: str = "file") 
         count_bytes(text, row.place)
         found.append(text)
     if not found:
-        raise EvalError(f"{path}: holds no text to score")
+        raise EvalError(f"{named or path}: holds no text to score")
     return found, n_left_out
 
 

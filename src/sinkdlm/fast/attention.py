@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkdlm.model.attention import append_sinks, attend, check_causal, repeat_heads
-from sinkdlm.model.visibility import SHARED, Visibility, follows, is_annealed, sees
+from sinkdlm.model.visibility import PADDING, SHARED, Visibility, follows, is_annealed, sees
 
-_BLOCK = 128  # queries and keys of one block of FlexAttention, its own default
+_QUERIES, _KEYS = 128, 128  # of one block of FlexAttention
 _HALF = (torch.bfloat16, torch.float16)
 _FLEX_KINDS = 64  # forms of FlexAttention that a process may compile
 
@@ -58,38 +58,25 @@ def attend_span(
 def attend_flex(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor | None = None, sink_v: Tensor | None = None, *, visible: BlockMask, **how: Any
 ) -> Tensor:
-    """Attend by FlexAttention. visible: from `block_mask`. how: as in `attend`.
-
-    Sinks are no keys of it: they would be a block of keys for every query. They join its softmax afterwards, by its log-sum-exp."""
+    """Attend by FlexAttention. visible: from `block_mask`, which has the sinks behind the content keys. how: as in `attend`."""
     sink_logit: Tensor | None = how.get("sink_logit")
     with torch.autocast(q.device.type, enabled=False):
+        if sink_k is not None and sink_v is not None:
+            filling = visible.seq_lengths[1] - k.shape[2] - sink_k.shape[2]
+            k, v = (
+                torch.cat([mine, pad(theirs, (0, 0, 0, filling)).expand(mine.shape[0], -1, -1, -1)], dim=2)
+                for mine, theirs in ((k, sink_k), (v, sink_v))
+            )
         # The eager form holds all scores: on a GPU it must be compiled, here or with the block around it.
         as_is = q.device.type == "cpu" or torch.compiler.is_compiling()
         kernel = cast(Callable[..., Any], flex_attention) if as_is else _compiled_flex()
         grouped = k.shape[1] != q.shape[1]
-        if sink_logit is None and (sink_k is None or not sink_k.shape[2]):
+        if sink_logit is None:
             return cast(Tensor, kernel(q, k, v, block_mask=visible, enable_gqa=grouped))
         out, extra = kernel(q, k, v, block_mask=visible, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-        if sink_logit is not None:
-            # exp(lse) / (exp(lse) + exp(logit)): the content's share of the softmax.
-            left = torch.sigmoid(extra.lse - sink_logit.to(extra.lse.dtype)[:, None])
-            return (out.to(left.dtype) * left[..., None]).to(q.dtype)
-        assert sink_k is not None
-        assert sink_v is not None
-        return _merge_sinks(q, out, extra.lse, repeat_heads(sink_k, q.shape[1]), repeat_heads(sink_v, q.shape[1]))
-
-
-def _merge_sinks(q: Tensor, out: Tensor, lse: Tensor, sink_k: Tensor, sink_v: Tensor) -> Tensor:
-    """Join sinks (B or 1, H, S, D) to attention over content, (B, H, T, D) with its log-sum-exp."""
-    wide = lse.dtype
-    sinks = [(k[:, :, None].to(wide), v[:, :, None].to(wide)) for k, v in zip(sink_k.unbind(2), sink_v.unbind(2), strict=True)]
-    # Sums, not matmuls: a compiler fuses them with what is around.
-    scores = [(q.to(wide) * k).sum(-1) / math.sqrt(q.shape[3]) for k, _ in sinks]
-    total = torch.logsumexp(torch.stack([lse, *scores]), dim=0)
-    found = out.to(wide) * torch.exp(lse - total)[..., None]
-    for score, (_, v) in zip(scores, sinks, strict=True):
-        found = found + torch.exp(score - total)[..., None] * v
-    return found.to(q.dtype)
+        # exp(lse) / (exp(lse) + exp(logit)): the content's share of the softmax.
+        left = torch.sigmoid(extra.lse - sink_logit.to(extra.lse.dtype)[:, None])
+        return (out.to(left.dtype) * left[..., None]).to(q.dtype)
 
 
 @functools.cache
@@ -99,58 +86,66 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def block_mask(rule: Visibility, batch: int) -> BlockMask:
-    """Build FlexAttention's mask over T content keys from (T / 128, T / 128) tables: no (T, T) tensor.
+def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
+    """Build FlexAttention's mask over T content keys, then the sinks, from tables of their blocks: no (T, T) tensor.
 
-    A block is skipped, whole or partial; the kernel applies the rule in partial blocks, which may hold hidden and visible pairs.
+    Sinks come last so that blocks of keys and queries begin at the same tokens, with filling up to a whole block behind them: for
+    a cut one, all blocks would be checked. A block is skipped, whole or partial; the kernel
+    applies the rule in partial blocks, which may hold hidden and visible pairs.
     """
-    documents = rule.documents.expand(batch, -1).contiguous()
-    first, last = _block_ranges(documents)
-    first_query, last_query = first[:, :, None], last[:, :, None]  # (B, blocks of queries, 1)
-    first_key, last_key = first[:, None], last[:, None]
+    queries = rule.documents.expand(batch, -1).contiguous()
+    n_filling = -(queries.shape[1] + n_sinks) % _KEYS if n_sinks else 0
+    n_behind = n_sinks + n_filling
+    keys = pad(pad(queries, (0, n_sinks), value=SHARED), (0, n_filling), value=PADDING)
+    (first_query, last_query), (first_key, last_key) = _block_ranges(queries, _QUERIES), _block_ranges(keys, _KEYS)
+    first_query, last_query = first_query[:, :, None], last_query[:, :, None]  # (B, blocks of queries, 1)
+    first_key, last_key = first_key[:, None], last_key[:, None]
     shared = (first_query == SHARED) | (first_key == SHARED)
     touched = (first_query <= last_key) & (first_key <= last_query)
     whole = (first_query == last_query) & (first_key == last_key) & (first_query == first_key)
-    row = torch.arange(touched.shape[1], device=documents.device)[:, None]
-    column = torch.arange(touched.shape[2], device=documents.device)
-    n_whole = documents.shape[1] // _BLOCK
-    whole = whole & (row < n_whole) & (column < n_whole)  # a block cut at the end is partial
+    row = torch.arange(touched.shape[1], device=queries.device)[:, None]
+    column = torch.arange(touched.shape[2], device=queries.device)
+    # A block cut at the end is partial.
+    whole = whole & (row < queries.shape[1] // _QUERIES) & (column < queries.shape[1] // _KEYS)
     if rule.blocks is not None:
         codes = rule.blocks.expand(batch, -1).contiguous()
-        touched, whole = _join_blocks(codes, touched, whole)
+        key_codes = pad(codes, (0, n_behind))
+        touched, whole = _join_blocks(codes, key_codes, touched, whole)
 
         def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return sees(documents[b, i], documents[b, j], follows(codes[b, i], codes[b, j]))
+            return sees(queries[b, i], keys[b, j], follows(codes[b, i], key_codes[b, j]))
 
     elif rule.annealing is None:
 
         def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return sees(documents[b, i], documents[b, j])
+            return sees(queries[b, i], keys[b, j])
 
     else:
         rows, columns = rule.annealing.words
-        threshold = rule.annealing.threshold
+        columns, threshold = pad(columns, (0, n_behind)), rule.annealing.threshold
         whole = whole & (column < row)
         if rule.annealing.closed:
             touched = touched & (column <= row)
 
         def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return sees(documents[b, i], documents[b, j], is_annealed(i, j, rows[i], columns[j], threshold))
+            return sees(queries[b, i], keys[b, j], is_annealed(i, j, rows[i], columns[j], threshold))
 
     return BlockMask.from_kv_blocks(
         *_ordered((touched | shared) & ~whole),
         *_ordered(whole),
-        BLOCK_SIZE=_BLOCK,
+        BLOCK_SIZE=(_QUERIES, _KEYS),
         mask_mod=is_seen,
-        seq_lengths=(documents.shape[1], documents.shape[1]),
+        seq_lengths=(queries.shape[1], keys.shape[1]),
     )
 
 
-def _join_blocks(codes: Tensor, touched: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def _join_blocks(codes: Tensor, key_codes: Tensor, touched: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """Narrow tables of documents by codes of block diffusion: which of FlexAttention's blocks hold a visible pair, and no other."""
-    ranges = (*_block_ranges(codes), *_block_ranges(codes % 2))  # of codes % 2: 1 where all tokens are noised, and where some are
-    first, last, all_noised, noised = (edge[:, :, None] for edge in ranges)
-    first_key, last_key, all_noised_key, noised_key = (edge[:, None] for edge in ranges)
+    first, last = (edge[:, :, None] for edge in _block_ranges(codes, _QUERIES))
+    first_key, last_key = (edge[:, None] for edge in _block_ranges(key_codes, _KEYS))
+    odd = (edge[:, :, None] for edge in _block_ranges(codes % 2, _QUERIES))
+    odd_key = (edge[:, None] for edge in _block_ranges(key_codes % 2, _KEYS))
+    (all_noised, noised), (all_noised_key, noised_key) = odd, odd_key  # 1: all tokens are noised, some are
     alike = ((noised & noised_key) == 1) | ((all_noised | all_noised_key) == 0)
     equal = alike & (first <= last_key) & (first_key <= last)
     before = (all_noised_key == 0) & (first_key < last - last % 2)
@@ -158,11 +153,11 @@ def _join_blocks(codes: Tensor, touched: Tensor, whole: Tensor) -> tuple[Tensor,
     return touched & (equal | before), whole & (same | ((noised_key == 0) & (last_key < first - first % 2)))
 
 
-def _block_ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _block_ranges(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return each block's least and greatest document number, (B, blocks). A cut last block repeats its last token."""
     n_tokens = numbers.shape[1]
-    index = torch.arange(-(-n_tokens // _BLOCK) * _BLOCK, device=numbers.device).clamp_max(n_tokens - 1)
-    return torch.aminmax(numbers[:, index].unflatten(1, (-1, _BLOCK)), dim=2)
+    index = torch.arange(-(-n_tokens // size) * size, device=numbers.device).clamp_max(n_tokens - 1)
+    return torch.aminmax(numbers[:, index].unflatten(1, (-1, size)), dim=2)
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:

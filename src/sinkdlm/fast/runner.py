@@ -200,7 +200,7 @@ class FastRunner:
         rule = visibility(config, x, ctx)
         watchers = (ctx.observe, ctx.intervene, ctx.cache)
         if path == "flex" and rule is not None:
-            return View(rotation, of_sinks, block_mask(rule, x.shape[0]), ctx.causal, attend_flex, *watchers)
+            return View(rotation, of_sinks, block_mask(rule, x.shape[0], config.n_lane), ctx.causal, attend_flex, *watchers)
         if path == "inference" and ctx.cache is not None and x.shape[1] <= _SPAN_TOKENS:
             ends = ctx.cache.ends(x.shape[1], x.device)
             ends = torch.full((1, 1, 1, 1), ctx.cache.length, device=x.device) if ends is None else ends

@@ -24,7 +24,9 @@ from sinkdlm.model import attention, context, lane, model, positions, visibility
 from sinkdlm.sampling import (
     aliases,
     batch,
+    constrained_drawing,
     constraint,
+    denoiser,
     drawing,
     logprobs,
     loop,
@@ -38,8 +40,8 @@ from sinkdlm.sampling import (
 MODULE = "modeling_sinkdlm"
 _MODEL = (noise, visibility, attention, lane, positions, context, model)
 _SAMPLERS = (
-    *(aliases, unmasking, constraint, logprobs, requests, drawing, cuda_graph),
-    *(prefix_cache, prefill, batch, speculation, loop),
+    *(aliases, unmasking, constraint, logprobs, requests, drawing, constrained_drawing),
+    *(cuda_graph, prefix_cache, prefill, denoiser, batch, speculation, loop),
 )
 _SOURCES = (*_MODEL, *_SAMPLERS, hf_config, hf_generation, hf)
 _PARTS = (number_blocks, suggest, keep_eager, errors.UserError, errors.ModelError, errors.SamplingError)  # of other modules

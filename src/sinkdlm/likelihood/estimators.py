@@ -26,7 +26,7 @@ from sinkdlm.likelihood.estimates import MIN_SETS, Estimates
 from sinkdlm.likelihood.mask_draws import MONTE_CARLO, block_keys, content_key, draw_masks, noise_keys
 from sinkdlm.likelihood.ranking import Adaptive, expected_loss, is_settled, plan_looks
 from sinkdlm.likelihood.scoring import Device, Query, Row, Scorer, read_rows, split_targets
-from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
+from sinkdlm.sampling.denoiser import Denoise, DenoiserAdapter
 from sinkdlm.sampling.loop import Rows, as_rows, step
 from sinkdlm.sampling.requests import Request, State
 from sinkdlm.sampling.unmasking import policy_of

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkdlm.errors import LikelihoodError, ModelError
 from sinkdlm.kernels.cuda_graph import many_shapes
-from sinkdlm.sampling.batch import Denoise, DenoiserAdapter
+from sinkdlm.sampling.denoiser import Denoise, DenoiserAdapter
 from sinkdlm.sampling.drawing import guide, precise
 from sinkdlm.sampling.loop import Rows
 

@@ -10,6 +10,7 @@
  * @property {number | null} steps
  * @property {number | null} length
  * @property {number} temperature
+ * @property {string} speculate canvases of a forward, or auto
  * @property {string} seed as text: seeds have 64 bits, and numbers here have 53
  * @property {number | null} step
  * @property {number | null} layer
@@ -21,7 +22,7 @@
 /** @returns {Shown} */
 export function nothingShown() {
   return {
-    prompt: null, left: "", right: "", policy: "llada", steps: null, length: null, temperature: 0, seed: "0",
+    prompt: null, left: "", right: "", policy: "llada", steps: null, length: null, temperature: 0, speculate: "", seed: "0",
     step: null, layer: null, head: null, rule: "absolute", token: null,
   };
 }
@@ -51,6 +52,8 @@ export function readAddress(hash) {
   [shown.steps, shown.length] = [whole(given.get("steps"), 1), whole(given.get("length"), 1)];
   const temperature = Number(given.get("temperature") ?? "0");
   shown.temperature = temperature >= 0 && temperature <= 2 ? temperature : 0;
+  const speculate = given.get("speculate") ?? "";
+  if (/^(2|4|8|auto)$/.test(speculate)) shown.speculate = speculate;
   const seed = given.get("seed") ?? "";
   if (/^-?\d{1,19}$/.test(seed)) shown.seed = seed;
   [shown.step, shown.layer, shown.head] = [whole(given.get("step"), 0), whole(given.get("layer"), 0), whole(given.get("head"), 0)];
@@ -68,7 +71,8 @@ export function writeAddress(shown) {
   /** @type {[string, string | number | null][]} */
   const parts = [
     ["prompt", shown.prompt], ["model", shown.left || null], ["beside", shown.right || null], ["policy", shown.policy || null],
-    ["steps", shown.steps], ["length", shown.length], ["temperature", shown.temperature || null], ["seed", shown.seed || null],
+    ["steps", shown.steps], ["length", shown.length], ["temperature", shown.temperature || null],
+    ["speculate", shown.speculate || null], ["seed", shown.seed || null],
     ["step", shown.step], ["layer", shown.layer], ["head", shown.head],
     ["rule", shown.rule === "absolute" ? null : shown.rule], ["token", shown.token],
   ];

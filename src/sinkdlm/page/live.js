@@ -2,7 +2,7 @@
 
 import { bytesOf } from "./bytes.js";
 import { get, Problem } from "./server.js";
-import { Trajectory } from "./trajectory.js";
+import { effortOf, Trajectory } from "./trajectory.js";
 
 /**
  * The source of a side's numbers: a server or a file.
@@ -32,7 +32,7 @@ export async function openRequest(id, signal) {
   }
   const trajectory = new Trajectory({
     model: told.model, nLayers: told.n_layers, nHeads: told.n_heads, nSinks: told.n_sinks, sinkKind: told.sink_kind,
-    nGiven: choice.n_given, nFrames: choice.frames, length: choice.length,
+    nGiven: choice.n_given, nFrames: choice.frames, length: choice.length, effort: effortOf(choice),
   });
   for (let start = 0; start < choice.frames; start += SOME_FRAMES) {
     takeFrames(trajectory, await get(`${base}/0/frames?start=${start}&count=${SOME_FRAMES}`, signal));

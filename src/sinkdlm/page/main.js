@@ -25,7 +25,7 @@ const [layers, heads, rule] = [part("layer", HTMLSelectElement), part("head", HT
 const inputs = {
   left: part("left", HTMLSelectElement), right: part("right", HTMLSelectElement), policy: part("policy", HTMLSelectElement),
   steps: part("steps", HTMLSelectElement), length: part("length", HTMLInputElement), seed: part("seed", HTMLInputElement),
-  temperature: part("temperature", HTMLInputElement),
+  temperature: part("temperature", HTMLInputElement), speculate: part("speculate", HTMLSelectElement),
 };
 
 let shown = nothingShown();
@@ -205,6 +205,7 @@ function readForm() {
   shown.steps = numberOf(inputs.steps);
   shown.length = Math.max(1, Math.round(Number(inputs.length.value)) || 32);
   shown.temperature = Math.min(2, Math.max(0, Number(inputs.temperature.value) || 0));
+  shown.speculate = inputs.speculate.value;
   shown.seed = /^-?\d{1,19}$/.test(inputs.seed.value) ? inputs.seed.value : "0";
 }
 
@@ -213,7 +214,8 @@ function readForm() {
  * @returns {string}
  */
 function requestOf(model) {
-  const ours = { policy: shown.policy, frames: true, inspect: true, ...(shown.steps === null ? {} : { steps: shown.steps }) };
+  const speculate = shown.speculate === "auto" ? "auto" : Number(shown.speculate) || null;
+  const ours = { policy: shown.policy, frames: true, inspect: true, speculate, ...(shown.steps === null ? {} : { steps: shown.steps }) };
   const asked = { model, prompt: shown.prompt ?? "", max_tokens: shown.length, temperature: shown.temperature, stream: true, sinkdlm: ours };
   return `{"seed":${shown.seed},${JSON.stringify(asked).slice(1)}`;
 }
@@ -411,8 +413,8 @@ async function save() {
   notice.say("Collecting all frames for the recording…");
   try {
     const saved = await Promise.all(sides.map((side) => side.source?.side()));
-    const { prompt: text, seed, policy, steps, length, temperature } = shown;
-    const asked = recorded ?? { prompt: text, seed, policy, steps, length, temperature };
+    const { prompt: text, seed, policy, steps, length, temperature, speculate } = shown;
+    const asked = recorded ?? { prompt: text, seed, policy, steps, length, temperature, speculate: speculate || null };
     const whole = { format: "sinkdlm-recording", version: 1, made: { by: "page" }, asked, sides: saved };
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([JSON.stringify(whole)], { type: "application/json" }));
@@ -458,7 +460,7 @@ function fillForm() {
   shown.length ??= Math.min(32, limits.length);
   [inputs.left.value, inputs.right.value, inputs.policy.value] = [shown.left, shown.right, shown.policy];
   [inputs.steps.value, inputs.length.value] = [shown.steps === null ? "" : String(shown.steps), String(shown.length)];
-  [inputs.seed.value, inputs.temperature.value] = [shown.seed, String(shown.temperature)];
+  [inputs.seed.value, inputs.temperature.value, inputs.speculate.value] = [shown.seed, String(shown.temperature), shown.speculate];
   prompt.value = shown.prompt ?? "";
   notePrompt();
   part("examples", HTMLElement).hidden = false;

@@ -1,7 +1,7 @@
 // Reads a recording: the same views from a file, without a server. Other files are refused with a message.
 
 import { bytesOf, inflated } from "./bytes.js";
-import { Trajectory } from "./trajectory.js";
+import { effortOf, Trajectory } from "./trajectory.js";
 
 /** @typedef {import("./live.js").Source} Source */
 
@@ -51,7 +51,7 @@ async function openSide(side) {
   const nFrames = side.tokens.length;
   const trajectory = new Trajectory({
     model: String(side.model), nLayers: side.n_layers, nHeads: side.n_heads, nSinks: side.n_sinks, sinkKind: side.sink_kind,
-    nGiven: side.n_given, nFrames, length: side.tokens[0].length,
+    nGiven: side.n_given, nFrames, length: side.tokens[0].length, effort: effortOf(side),
   });
   trajectory.tokens = side.tokens;
   trajectory.rules = { threshold: Number(side.rules.threshold), margin: Number(side.rules.margin) };

@@ -12,7 +12,25 @@
  * @property {number} nGiven tokens of the prompt
  * @property {number} nFrames
  * @property {number} length
+ * @property {Effort | null} [effort]
  */
+
+/**
+ * What writing a text took.
+ * @typedef {object} Effort
+ * @property {number} forwards
+ * @property {number} accepted tokens beyond those of one step per forward
+ * @property {number} tokensPerForward
+ */
+
+/**
+ * @param {any} told a request of the server, or a side of a recording: older ones do not have it
+ * @returns {Effort | null}
+ */
+export function effortOf(told) {
+  const { forwards, accepted, tokens_per_forward: tokensPerForward } = told;
+  return [forwards, accepted, tokensPerForward].every(Number.isFinite) ? { forwards, accepted, tokensPerForward } : null;
+}
 
 /**
  * Statistics of one forward.

@@ -95,7 +95,7 @@ export function ownName(facts) {
  * @returns {string[]}
  */
 export function sideWords(found, facts, does, of) {
-  const lines = [];
+  const lines = facts.effort ? [effortWords(facts.effort)] : [];
   if (facts.nSinks > 0 && found.sink_mass !== null) {
     const even = facts.nSinks / (facts.nSinks + facts.length);
     lines.push(
@@ -110,6 +110,15 @@ export function sideWords(found, facts, does, of) {
   if (found.turnover !== null && found.turnover > 0) lines.push(`The turnover of content sinks is ${percent(found.turnover)} from one step to the next${movedWords(found)}.`);
   else if (found.turnover === 0) lines.push("Content sinks stay where they are from step to step.");
   return lines;
+}
+
+/**
+ * @param {import("./trajectory.js").Effort} effort
+ * @returns {string}
+ */
+function effortWords({ forwards, accepted, tokensPerForward }) {
+  const beyond = accepted ? `; ${tokens(accepted)} accepted beyond one step per forward` : "";
+  return `Written in ${forwards} forwards, ${number(tokensPerForward)} tokens per forward${beyond}.`;
 }
 
 /**

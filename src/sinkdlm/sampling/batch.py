@@ -10,11 +10,9 @@ with EOS, or the confidences for remasking. Steps of repeating shapes are captur
 B rows of a batch, T canvas, n positions predicted in a row, V vocabulary.
 """
 
-import contextlib
 import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -24,64 +22,16 @@ from torch import Tensor
 from sinkdlm.errors import ModelError, SamplingError
 from sinkdlm.kernels.cuda_graph import StepGraphs, can_capture, round_width
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.constraint import BEYOND_CUT, Track, by_class
-from sinkdlm.sampling.drawing import cut, guide, gumbel, penalise, precise, score_candidates
+from sinkdlm.sampling.constrained_drawing import ConstrainedRow, fit_tokens
+from sinkdlm.sampling.denoiser import DenoiserAdapter, fixed_count, fixed_width
+from sinkdlm.sampling.drawing import guide, penalise, score_candidates
 from sinkdlm.sampling.logprobs import table_for
-from sinkdlm.sampling.prefill import PrefixStore, compute_prefixes
+from sinkdlm.sampling.prefill import compute_prefixes
 from sinkdlm.sampling.prefix_cache import BlockCache, PrefixCache
-from sinkdlm.sampling.requests import TOKEN, State, StepPlan, reveal_times
+from sinkdlm.sampling.requests import State, StepPlan, reveal_times
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
 
-Denoise = Callable[..., Tensor]
 _SMALL_SPANS = 128  # tokens of a forward up to which two blocks a row take a GPU no longer than one: all steps are captured as one
-_CELLS = 1 << 26  # logits that a constraint reads at once
-
-# Least width of a row, and least number of its predicted positions, where shapes are fixed. Widths are multiples of what torch's
-# vector loops take at once: the rest is computed one by one, where SiLU rounds otherwise. Matmuls of fewer rows than 16 do too.
-_FIXED_WIDTH, _FIXED_COUNT = 32, 16
-
-
-class DenoiserAdapter:
-    """Give every denoiser one interface. Only ours take lengths=, where= (positions (B, n) -> logits (B, n, V)) and cache=."""
-
-    def __init__(self, denoiser: Denoise) -> None:
-        names: Any = ()
-        with contextlib.suppress(TypeError, ValueError):
-            names = inspect.signature(denoiser).parameters
-        self.call = denoiser
-        self.takes_lengths, self.takes_where, self.takes_cache = (name in names for name in ("lengths", "where", "cache"))
-        self.takes_cache &= getattr(denoiser, "cacheable", True)
-        self.block_size: int | None = getattr(denoiser, "block_size", None)  # of block diffusion
-        self.reach = int(getattr(denoiser, "reach", 0))  # tokens to the left of a span that its forward also needs
-        self.capturable = bool(getattr(denoiser, "capturable", False))
-        self.prefixes: PrefixStore | None = None  # shared between rows that come one after the other
-        self.barred: Sequence[int] = getattr(denoiser, "barred", ())  # ids that are never written
-        self.pace: Any = None  # speculation.Pace
-        self._kept_bits: dict[tuple[int, int, int], bool] = {}
-
-    @classmethod
-    def of(cls, denoiser: "Denoise | DenoiserAdapter") -> "DenoiserAdapter":
-        return denoiser if isinstance(denoiser, DenoiserAdapter) else cls(denoiser)
-
-    def logits(self, tokens: Tensor, positions: Tensor, lengths: Tensor | None, cache: Any) -> Tensor:
-        """Logits (B, n, V) in a tensor that the caller may overwrite."""
-        given = {name: value for name, value in (("lengths", lengths), ("cache", cache)) if value is not None}
-        if self.takes_where:
-            return self.call(tokens, where=positions, **given)
-        logits = self.call(tokens, **given)
-        return logits.gather(1, positions[..., None].expand(-1, -1, logits.shape[-1]))
-
-    def keeps_bits(self, n_rows: int, count: int, width: int) -> bool:
-        """Whether a row gets the bits that it gets alone where so many share a forward of fixed shapes, `count` positions of each.
-
-        Matmuls add up in an order that depends on the machine, its threads and their own shape: so each is tried once."""
-        if (key := (n_rows, count, width)) not in self._kept_bits:
-            tokens, where = torch.arange(width).expand(n_rows, -1) % 2, torch.arange(count).expand(n_rows, -1)
-            lengths = torch.full((n_rows,), width - 1)
-            found = self.logits(tokens, where, lengths, None)[:, :_FIXED_COUNT]
-            alone = self.logits(tokens[:1], where[:1, :_FIXED_COUNT], lengths[:1], None)
-            self._kept_bits[key] = torch.equal(found, alone.expand_as(found))
-        return self._kept_bits[key]
 
 
 class _Shape(NamedTuple):
@@ -104,6 +54,15 @@ class _Query(NamedTuple):
     lengths: Tensor | None
     span: int
     low: Tensor
+
+
+class _Proposal(NamedTuple):
+    """A token for each predicted position, (B, n)."""
+
+    tokens: Tensor
+    score: Tensor  # to order them by
+    sure: Tensor  # probabilities
+    judged: list[Tensor]  # each policy's logits, where constraints may choose other tokens
 
 
 class _Span(NamedTuple):
@@ -136,12 +95,12 @@ class Batch:
         self.groups: list[tuple[Policy, Any]] = [(policies[0], slice(None))]
         if len(alike) > 1:
             self.groups = [(policy, torch.tensor(rows).to(device)) for (policy, _), rows in alike.items()]
-        # With a constraint: each policy's rows that have one, as (index among the policy's rows, row, track).
         listed = [list(range(self.n_rows)) if isinstance(rows, slice) else rows.tolist() for _, rows in self.groups]
-        self.tracked: list[list[tuple[int, int, Track]]] = [
-            [(own, row, track) for own, row in enumerate(rows) if (track := states[row].track) is not None] for rows in listed
+        self.constrained_rows = [  # of each policy
+            [ConstrainedRow(own, row, gap) for own, row in enumerate(rows) if (gap := states[row].gap) is not None]
+            for rows in listed
         ]
-        self.constrained = any(self.tracked)
+        self.constrained = any(self.constrained_rows)
         self.caches: list[Any] = []
         self.block_size = states[0].request.block_size or 1  # of block diffusion, where it is read
         if self.cache_kind != "none":
@@ -215,8 +174,8 @@ class Batch:
             self.confidence.masked_fill_(again, math.nan)
             self.open |= again
             for state, plan in zip(states, plans, strict=True):
-                if state.track is not None:
-                    state.track.reopen(plan.remask)
+                if state.gap is not None:
+                    state.gap.reopen(plan.remask)
         self._move_on(states, plans)
 
     def _is_steady(self, adapter: DenoiserAdapter) -> bool:
@@ -344,17 +303,19 @@ class Batch:
         valid = counter(shape.n, self.device) < counts
         queried = (positions - 1).clamp_min(0) if self.shift else positions
         query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low)
-        proposal, score, sure = self._propose(adapter, query, positions, step)
+        tokens, score, sure, judged = self._propose(adapter, query, positions, step)
         taken = self._take(score, sure, valid, quota)
         if self.constrained:
-            self._fit(positions, taken, proposal, sure, step)
-        self._commit(positions, taken, proposal, sure)
+            keys = cast(Tensor, fold(self.keys[:, None], step, positions))
+            chosen = {"keys": keys, "positions": positions, "taken": taken, "tokens": tokens, "sure": sure}
+            for (policy, _), logits, rows in zip(self.groups, judged, self.constrained_rows, strict=True):
+                fit_tokens(policy, logits, rows, **chosen)
+        self._commit(positions, taken, tokens, sure)
 
-    def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw a token for every position: tokens, scores to order them by, and probabilities, (B, n) each."""
+    def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> _Proposal:
+        """Draw a token for every position."""
         conditional = self._logits(adapter, query, 0)
-        found = []
-        self._judged: list[Tensor] = []  # each policy's logits, where tokens may have to be chosen again
+        found, judged = [], []
         for (policy, rows), logged in zip(self.groups, self.logged, strict=True):
             logits = conditional[rows]
             if policy.guidance:
@@ -371,12 +332,12 @@ class Batch:
             needed = policy.temperature > 0 or policy.order_temperature > 0
             keys = fold(self.keys[rows][:, None], step[rows], positions[rows]) if needed else None
             found.append(self._score(policy, logits, cast("Tensor | None", keys)))
-            self._judged += [logits] if self.constrained else []
+            judged += [logits] if self.constrained else []
         if len(found) == 1:
-            return found[0]
+            return _Proposal(*found[0], judged)
         order = torch.cat([rows for _, rows in self.groups]).argsort()
-        proposal, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
-        return proposal, score, sure
+        tokens, score, sure = (torch.cat(parts)[order] for parts in zip(*found, strict=True))
+        return _Proposal(tokens, score, sure, judged)
 
     def _score(self, policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return score_candidates(policy, logits, keys)
@@ -408,51 +369,6 @@ class Batch:
             if policy.threshold is not None:
                 taken[rows] |= (sure[rows] >= policy.threshold) & (score[rows] > -math.inf)  # -inf: one of its last_ids
         return taken & valid
-
-    def _fit(self, positions: Tensor, taken: Tensor, proposal: Tensor, sure: Tensor, step: Tensor) -> None:
-        """Replace tokens to be committed, (B, n), by those that keep rows in their languages. Waits for the device."""
-        places, picked, tokens = torch.stack([positions, taken, proposal]).tolist()
-        for number, (policy, _) in enumerate(self.groups):
-            logits, waiting = self._judged[number], []
-            for own, row, track in self.tracked[number]:
-                cells = sorted((place, column) for column, place in enumerate(places[row]) if picked[row][column])
-                given = [place for place, _ in cells], [tokens[row][column] for _, column in cells]
-                if cells and (policy.temperature > 0 or not track.keep(*given)):
-                    waiting.append((own, row, track, cells))
-            n_rows = max(1, _CELLS // (logits.shape[1] * logits.shape[2]))
-            for begin in range(0, len(waiting), n_rows):
-                self._choose(policy, logits, waiting[begin : begin + n_rows], proposal, sure, step)
-        self._judged = []
-
-    def _choose(self, policy: Policy, logits: Tensor, waiting: list[Any], proposal: Tensor, sure: Tensor, step: Tensor) -> None:
-        cells = [(own, row, column, place) for own, row, _, pairs in waiting for place, column in pairs]
-        owns, rows, columns, places = torch.tensor(cells).T.to(self.device)
-        scored = precise(logits[owns, columns])  # (N, V)
-        drawn = scored / policy.temperature if policy.temperature > 0 else scored
-        languages = {id(track.language): track.language for _, _, track, _ in waiting}
-        if any(len(language.classes) != logits.shape[-1] for language in languages.values()):
-            raise SamplingError(f"constraint: made for another vocabulary; this denoiser's has {logits.shape[-1]} tokens")
-        table = torch.stack([torch.from_numpy(language.classes) for language in languages.values()]).to(self.device)
-        which = [[*languages].index(id(track.language)) for _, _, track, pairs in waiting for _ in pairs]
-        classes = table[torch.tensor(which).to(self.device)]
-        noisy = drawn
-        if policy.temperature > 0:
-            kept = cut(drawn, policy.top_k, policy.top_p, policy.min_p) if policy.cuts else drawn
-            drawn = torch.where(kept == -math.inf, drawn - BEYOND_CUT, drawn)
-            keys = fold(self.keys[rows], step[rows, 0], places, *([TOKEN] if policy.draws_order else []))
-            noise = fold(cast(Tensor, keys)[:, None], counter(drawn.shape[1], self.device))
-            noisy = drawn + gumbel(cast(Tensor, noise), drawn.dtype)
-        peak, mass = by_class(drawn, noisy, classes, max(language.n_classes for language in languages.values()))
-        chosen: list[int] = []
-        for _, _, track, pairs in waiting:
-            span, n_classes = slice(len(chosen), len(chosen) + len(pairs)), track.language.n_classes
-            own, given = peak[span, :n_classes], [place for place, _ in pairs]
-            chosen += track.draw(given, own, mass[span, :n_classes]) if policy.temperature > 0 else track.likeliest(given, own)
-        fits = classes == torch.tensor(chosen)[:, None].to(self.device)
-        found = noisy.clamp_min(torch.finfo(noisy.dtype).min).masked_fill(~fits, -math.inf).argmax(1)
-        certain = (drawn if policy.tempered else scored).softmax(-1).gather(1, found[:, None])[:, 0].to(sure.dtype)
-        sure[rows, columns] = torch.where(found == proposal[rows, columns], sure[rows, columns], certain)
-        proposal[rows, columns] = found
 
     def _commit(self, positions: Tensor, taken: Tensor, proposal: Tensor, sure: Tensor) -> None:
         self.committed.zero_().scatter_(1, positions, taken)
@@ -500,17 +416,6 @@ class Batch:
             for state in rows:
                 state.end()
             raise ModelError(rows)
-
-
-def fixed_width(length: int) -> int:
-    """The tokens of a row in a forward of fixed shapes: few widths, of which the row's own length decides."""
-    unit = max(_FIXED_WIDTH, 1 << max(0, (length - 1).bit_length() - 3))
-    return -(-length // unit) * unit
-
-
-def fixed_count(count: int, width: int) -> int:
-    """The positions of a row that are predicted in a forward of fixed shapes, at least `count`."""
-    return min(width, -(-max(count, 1) // _FIXED_COUNT) * _FIXED_COUNT)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,15 +1,17 @@
 """Write only what a language has, in any order of positions.
 
 A token may be committed only if some completion of the canvas is still a text of the language. Which positions are committed is
-judged on the model's own predictions; this file decides only their tokens, all of a step together. At temperature 0 it takes the
+judged on the model's own predictions; a constraint decides only their tokens, all of a step together. At temperature 0 it takes the
 likeliest ones (Viterbi); above, it draws from the model's probabilities conditioned on the rest being possible: it sums what may
 follow from right to left, and draws from left to right with the noise of each (position, token).
 
-`Track.log_weight` adds up log(p / q) over the steps: p is the probability of a step's tokens under the model, q under this rule.
+`Gap.log_weight` adds up log(p / q) over the steps: p is the probability of a step's tokens under the model, q under this rule.
 Unless a cut intervenes (MOST_SETS), log(p / q) is the log of the mass of all tokens that fit. So the rule's law times the weight is
 the model's, conditioned on the language. At temperature 0 it adds what the tokens lack to the likeliest ones, in nats.
 
-Automata are numpy on the host; what reads a vocabulary stays on the device. C classes of tokens, S states, N cells, V vocabulary.
+Automata are numpy on the host; constrained_drawing.py reads logits.
+
+C classes of tokens, S states, N cells, V vocabulary.
 """
 
 import functools
@@ -18,16 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 
 OPEN = -1  # the symbol of a position whose token is not decided
 MOST_SETS = 256  # ways to go on that are kept apart; if there are more, tokens to the left count only whether one exists
 _MEMO = 1 << 23  # bytes of what a language remembers
-_UNLIKELY = -1e30  # instead of -inf, so that a class of impossible tokens stays a choice
-BEYOND_CUT = 1e4  # nats by which top_k and top_p push tokens back: one is taken only where nothing else fits
+_ENTRY = 256  # bytes of one thing that it remembers, without what it holds
 
 States = bytes  # a set: a byte for each state, 1 where it is in
 
@@ -70,7 +69,7 @@ class Language:
         self._held = 0
 
     def _remember(self, key: Any, value: Any, size: int) -> Any:
-        self._held += size + 4 * len(self.start)
+        self._held += size + 4 * len(self.start) + _ENTRY
         if self._held > _MEMO:
             self._memo.clear()
             self._held = 0
@@ -176,7 +175,7 @@ def _add_up(values: np.ndarray) -> float:
     return float(most if most == -np.inf else most + np.log(np.exp(values - most).sum()))
 
 
-class Track:
+class Gap:
     """How much of a row's gap is written, as classes of tokens."""
 
     def __init__(self, language: Language, first: int, n_open: int) -> None:
@@ -287,14 +286,3 @@ class Track:
         for symbol in self.symbols[places[level] : stop]:
             states = self.language.after(states, symbol)
         return states
-
-
-def by_class(logits: Tensor, noisy: Tensor, classes: Tensor, n_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits (N, V) and classes (N, V) -> the best noisy logit and the log-probability of each class, (N, C), on the host."""
-    peak = noisy.new_full((len(noisy), n_classes), -torch.inf).scatter_reduce_(1, classes, noisy.clamp_min(_UNLIKELY), "amax")
-    exact = logits.double()
-    top = exact.new_full(peak.shape, -torch.inf).scatter_reduce_(1, classes, exact.clamp_min(_UNLIKELY), "amax")
-    sums = torch.zeros_like(top).scatter_add_(1, classes, (exact - top.gather(1, classes)).exp())
-    mass = (sums.log() + top - exact.logsumexp(1, keepdim=True)).nan_to_num_(nan=_UNLIKELY).clamp_min_(_UNLIKELY)
-    both = torch.stack([peak.double(), mass]).cpu().numpy()
-    return both[0], both[1]

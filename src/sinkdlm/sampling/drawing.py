@@ -62,6 +62,16 @@ def cut(logits: Tensor, top_k: int | None, top_p: float | None, min_p: float = 0
     return logits
 
 
+def temper(policy: Policy, logits: Tensor) -> Tensor:
+    """The logits that tokens are drawn from: at the policy's temperature, and -inf where it cuts."""
+    drawn = logits / policy.temperature if policy.temperature > 0 else logits
+    return cut(drawn, policy.top_k, policy.top_p, policy.min_p) if _cuts(policy) else drawn
+
+
+def _cuts(policy: Policy) -> bool:
+    return (policy.temperature > 0 or policy.tempered) and policy.cuts
+
+
 def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise -log(-log u) from 64-bit words.
 
@@ -73,16 +83,18 @@ def gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log1p(tail.neg_()).neg_().log_().neg_()
 
 
-def _pick(logits: Tensor, keys: Tensor, words: Tensor) -> Tensor:
-    """(N, V), keys (N,), words (V,) -> (N,): the argmax of logits + Gumbel noise is a draw from their softmax."""
-    return (logits + gumbel(torch.as_tensor(fold(keys[:, None], words)), logits.dtype)).argmax(-1)
+def add_noise(logits: Tensor, keys: Tensor, words: Tensor) -> Tensor:
+    """(N, V), keys (N,), words (V,) -> (N, V): logits with Gumbel noise, whose argmax is a draw from their softmax."""
+    return logits + gumbel(torch.as_tensor(fold(keys[:, None], words)), logits.dtype)
 
 
 def draw(logits: Tensor, keys: Tensor) -> Tensor:
     """Draw a token for each row of (N, V) from the softmax of its logits; keys (N,): 64 random bits per row."""
     words = counter(logits.shape[-1], logits.device)
     size = max(1, _CHUNK // logits.shape[-1])
-    return torch.cat([_pick(rows, own, words) for rows, own in zip(logits.split(size), keys.split(size), strict=True)])
+    return torch.cat(
+        [add_noise(rows, own, words).argmax(-1) for rows, own in zip(logits.split(size), keys.split(size), strict=True)]
+    )
 
 
 def log_odds_(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -121,14 +133,11 @@ def score_candidates(policy: Policy, logits: Tensor, keys: Tensor | None) -> tup
 
 
 def _draw_scored(policy: Policy, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    cuts = (keys is not None or policy.tempered) and policy.cuts
     by_odds = policy.order not in ("margin", "entropy")
-    if not cuts and by_odds and (fused := draw_candidates(logits, keys, policy.temperature, policy.tempered)):
+    if not _cuts(policy) and by_odds and (fused := draw_candidates(logits, keys, policy.temperature, policy.tempered)):
         return *fused, fused[1].sigmoid()
     logits = precise(logits)
-    drawn = logits if keys is None else logits / policy.temperature
-    if cuts:
-        drawn = cut(drawn, policy.top_k, policy.top_p, policy.min_p)
+    drawn = temper(policy, logits)
     tokens = drawn.argmax(-1) if keys is None else draw(drawn.flatten(0, 1), keys.flatten()).view(keys.shape)
     scored = drawn if policy.tempered else logits
     score = {"margin": margin, "entropy": negative_entropy}[policy.order](scored) if not by_odds else None

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.sampling.aliases import translate
-from sinkdlm.sampling.batch import Batch, Denoise, DenoiserAdapter, fixed_count, fixed_width, scoring_policy
+from sinkdlm.sampling.batch import Batch, scoring_policy
 from sinkdlm.sampling.constraint import Automaton
+from sinkdlm.sampling.denoiser import Denoise, DenoiserAdapter, fixed_width
 from sinkdlm.sampling.requests import Request, State, start
 from sinkdlm.sampling.speculation import advance_group
 from sinkdlm.sampling.unmasking import APPROXIMATE, FIELDS, Policy, policy_of
@@ -40,7 +41,8 @@ def step(
 
     deterministic: give bit-identical tokens whatever else is in the batch. On a CPU rows share forwards whose shapes depend on the
         row's own length; on a GPU, and with caches, each is computed alone, in shapes of its own.
-        A row that speculates then takes one step a forward, for the same reason.
+        A row that speculates then takes one step a forward, for the same reason. Whether bits are kept is tried once for each
+        shape by a `DenoiserAdapter`; give one, since a plain denoiser gets a new one at each call.
     together: rows with a cache wait at the end of a block for those still in it, so that they go on in one forward. Changes no
     token; leave it off where requests join all the time.
     """
@@ -52,31 +54,19 @@ def step(
     for state in active:
         place = torch.device(device or ("cpu" if state.batch is None else state.batch.device))
         key: Any = _forward_key(state, adapter)  # which also refuses what the denoiser cannot do
-        fixed = deterministic and adapter.takes_lengths and _may_keep_bits(state, place)
+        fixed = deterministic and state.policy.cache == "none" and adapter.keeps_bits(place)
         if deterministic:
             key = (key, fixed_width(state.length)) if fixed else id(state)
         groups.setdefault((place, fixed, key), []).append(state)
     for (place, fixed, _), group in groups.items():
         if deterministic or not any(state.policy.speculate for state in group):
-            apart = fixed and len(group) > 1 and not _keep_their_bits(group, adapter)
+            counts = [state.plan.n_predicted for state in group]
+            apart = fixed and not adapter.keeps_bits(place, group[0].length, counts)
             for part in [[state] for state in group] if apart else [group]:
                 Batch.of(part, place, fixed).advance(part, adapter)
         else:
             advance_group(group, adapter, place)
     return active
-
-
-def _may_keep_bits(state: State, place: torch.device) -> bool:
-    """Whether a row's bits may be independent of the rows beside it, where its own shape is fixed.
-
-    Threads must cut tensors at rows' vectors: so their number is a power of two."""
-    return state.policy.cache == "none" and place.type == "cpu" and torch.get_num_threads().bit_count() == 1
-
-
-def _keep_their_bits(group: list[State], adapter: DenoiserAdapter) -> bool:
-    width = fixed_width(group[0].length)
-    counts = {fixed_count(state.plan.n_predicted, width) for state in group}
-    return all(adapter.keeps_bits(*shape, width) for shape in [(len(group), max(counts)), *((1, count) for count in counts)])
 
 
 def _without_waiting(active: list[State]) -> list[State]:

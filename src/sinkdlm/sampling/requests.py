@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkdlm.errors import SamplingError
 from sinkdlm.noise import Key, Stream, fold, hash_words, unit_interval
-from sinkdlm.sampling.constraint import Automaton, Language, Track, language_of
+from sinkdlm.sampling.constraint import Automaton, Gap, Language, language_of
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.unmasking import (
     APPROXIMATE,
@@ -144,11 +144,9 @@ class State:
         self.passed: list[tuple[int, StepPlan, int]] = []  # row, plan and steps after each step of a forward that took several
         self.key = hash_words(request.seed, int(Stream.SAMPLING), request.number)  # root of all its noise keys
         language = request.language
-        self.track = (
-            None
-            if language is None
-            else Track(language, request.canvas.index(request.mask_id), request.canvas.count(request.mask_id))
-        )
+        self.gap: Gap | None = None  # with a constraint
+        if language is not None:
+            self.gap = Gap(language, request.canvas.index(request.mask_id), request.canvas.count(request.mask_id))
         self.batch: Any = None  # the Batch that holds its tokens, and the row there
         self.row = 0
         self.caches: list[Any] = []  # of a row that is in no batch yet: its finished blocks (prefill.py)
@@ -174,7 +172,7 @@ class State:
     @property
     def log_weight(self) -> float | None:
         """With a constraint: the log of the answer's weight against the model itself (constraint.py)."""
-        return None if self.track is None else self.track.log_weight
+        return None if self.gap is None else self.gap.log_weight
 
     @property
     def logprobs(self) -> LogProbs:

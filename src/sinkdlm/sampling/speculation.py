@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sinkdlm.errors import ModelError
 from sinkdlm.noise import counter, fold
-from sinkdlm.sampling.batch import Batch, DenoiserAdapter, _Query, _Shape, _Span
+from sinkdlm.sampling.batch import Batch, _Proposal, _Query, _Shape, _Span
+from sinkdlm.sampling.denoiser import DenoiserAdapter
 from sinkdlm.sampling.drawing import score_candidates
 from sinkdlm.sampling.requests import State, StepPlan
 from sinkdlm.sampling.unmasking import PLANNED_ORDERS, Policy
@@ -191,7 +192,7 @@ class SpeculativeBatch(Batch):
             self.tokens[rows] = guess.where(taken, self.tokens[up])
             self.open[rows] = open_ & ~taken
 
-    def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _propose(self, adapter: DenoiserAdapter, query: _Query, positions: Tensor, step: Tensor) -> _Proposal:
         found = super()._propose(adapter, query, positions, step)
         self._positions, self._found = positions, found
         return found
@@ -222,7 +223,7 @@ class SpeculativeBatch(Batch):
 
     def _guess_next(self, n_read: Tensor, coming: list[Tensor]) -> None:
         """Guess the commits of the next steps from the predictions of the canvas that was right, each with its step's noise."""
-        proposal, score, _ = self._found
+        proposal, score, *_ = self._found
         for (policy, _), (rows, local), kept in zip(self.groups, self.members, self._read, strict=True):
             at = self.at[rows]
             positions = self._positions[at]
@@ -299,8 +300,8 @@ class _Tries:
         self.begin(2 * tried if is_faster and 2 * tried <= most else None)
 
 
-class Pace:
-    """Finds how many canvases a row of `speculate = "auto"` should get: measured for each number of rows, in powers of two.
+class Speculator:
+    """Steps rows that speculate, and finds how many canvases each of "auto" should get: for each number of rows, in powers of two.
 
     shared: no row gets more than that, also if it asks for more, as where requests of strangers share a device.
     """
@@ -331,7 +332,7 @@ class Pace:
 
 
 def most_canvases(policy: Policy) -> int:
-    """The most canvases of a row at a shared pace."""
+    """The most canvases of a row that a shared `Speculator` gives."""
     asked = policy.speculate or 1
     return MOST_AUTO if asked == "auto" else min(int(asked), MOST_AUTO)
 
@@ -353,9 +354,9 @@ def _advance_widely(states: list[State], counts: list[int], adapter: DenoiserAda
 def advance_group(states: list[State], adapter: DenoiserAdapter, device: torch.device) -> None:
     """Take a step of rows that share a forward, or several of those that speculate."""
     # Where tokens are masked again, steps have draws of their own; a constraint follows what is committed.
-    plain = [state for state in states if state.policy.remask != "none" or state.track is not None]
+    plain = [state for state in states if state.policy.remask != "none" or state.gap is not None]
     if plain:
         Batch.of(plain, device).advance(plain, adapter)
     if others := [state for state in states if state not in plain]:
-        adapter.pace = adapter.pace or Pace()
-        adapter.pace.advance(others, adapter, device)
+        adapter.speculator = adapter.speculator or Speculator()
+        adapter.speculator.advance(others, adapter, device)

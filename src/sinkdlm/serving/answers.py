@@ -114,6 +114,9 @@ class Exchange:
             if isinstance(event, Over):
                 if event.failure is not None:
                     raise api_error(event.failure)
+                if self.frames is not None:
+                    n_tokens = [transcript.n_tokens for transcript in self.order.transcripts]
+                    self.frames.written = [*zip(self.forwards, self.accepted, n_tokens, strict=True)]
                 self._finished(self)
                 return
             if isinstance(event, Tokens):

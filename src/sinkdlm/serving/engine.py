@@ -23,7 +23,7 @@ from sinkdlm.model.model import DiffusionLM
 from sinkdlm.sampling import DenoiserAdapter, Request, State, start, step
 from sinkdlm.sampling.logprobs import LogProbs
 from sinkdlm.sampling.prefill import PrefixStore, missing_prefix, prefill
-from sinkdlm.sampling.speculation import Pace, most_canvases
+from sinkdlm.sampling.speculation import Speculator, most_canvases
 
 _RECENT = 32  # finished requests from which the rate is taken
 _FORWARD_TOKENS = 512  # fixed cost of a forward, in tokens: a rough figure for models of any size
@@ -208,7 +208,7 @@ class Engine:
         self._model, self._lock, self._stepped, self.barred = model, lock or FairLock(), stepped, barred
         denoiser = model.denoiser(barred)
         self._device, self._adapter = denoiser.device, DenoiserAdapter(denoiser)
-        self._adapter.pace = Pace(shared=True)  # rows come before guesses
+        self._adapter.speculator = Speculator(shared=True)  # rows come before guesses
         room = self.capacity.cache_bytes
         room = cache_room(self._device) if room is None else room
         self._cache_room, config = room - room // 4, model.config  # for rows; the rest for shared prompts

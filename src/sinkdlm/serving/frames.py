@@ -9,7 +9,7 @@ import base64
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,15 @@ def size_of(rows: Iterable[tuple[int, int]]) -> int:
 
 @dataclass
 class RequestFrames:
-    """Frames of one request. frames: of each row, (ids int32 (T,), confidences uint8 (T,))."""
+    """Frames of one request. frames: of each row, (ids int32 (T,), confidences uint8 (T,)). written: once it is finished, of each
+    row its forwards, accepted tokens and tokens."""
 
     id: str
     model: str
     mask_id: int
     n_given: list[int]  # tokens before the gap of each row
     frames: list[list[tuple[np.ndarray, np.ndarray]]]
+    written: Sequence[tuple[int, int, int]] = ()
     n_bytes: int = 0
     expires: float = math.inf
 

@@ -19,7 +19,7 @@ from fastapi import Path as InPath
 from fastapi.concurrency import run_in_threadpool
 
 from sinkdlm.analysis.capture import RULES, attention_maps
-from sinkdlm.analysis.recording import Recorder, Seen, likeliest, look_at
+from sinkdlm.analysis.recording import Recorder, Seen, effort, likeliest, look_at
 from sinkdlm.errors import AnalysisError
 from sinkdlm.serving.bodies import Route
 from sinkdlm.serving.frames import quantise
@@ -96,8 +96,8 @@ def describe(kept: Kept) -> dict[str, Any]:
     """The choices of a request and their frames. A frame is a canvas as a step saw it; the last is the finished text."""
     found, config = kept.request, kept.served.lm.config
     choices = [
-        {"index": index, "frames": len(frames), "length": len(frames[-1][0]), "n_given": given}
-        for index, (frames, given) in enumerate(zip(found.frames, found.n_given, strict=True))
+        {"index": index, "frames": len(frames), "length": len(frames[-1][0]), "n_given": given, **effort(*written)}
+        for index, (frames, given, written) in enumerate(zip(found.frames, found.n_given, found.written, strict=True))
     ]
     shape = {name: getattr(config, name) for name in ("n_layers", "n_heads", "n_sinks")}
     kind = config.sink_kind if config.n_sinks else None
@@ -128,7 +128,8 @@ async def recording(kept: Kept, choice: Index) -> dict[str, Any]:
     """All that a file needs to show the request: one model's side of a recording, computed frame by frame."""
     served, frames = kept.served, kept.frames(choice)
     canvases, sure = [tokens.tolist() for tokens, _ in frames], [levels.tobytes() for _, levels in frames]
-    recorder = Recorder(served.lm, served.name, canvases, kept.request.n_given[choice], confidence=sure)
+    took = effort(*kept.request.written[choice])
+    recorder = Recorder(served.lm, served.name, canvases, kept.request.n_given[choice], confidence=sure, effort=took)
     for _ in canvases:
         await kept.compute(recorder.take)
     return await run_in_threadpool(recorder.side)

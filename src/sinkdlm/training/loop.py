@@ -25,13 +25,11 @@ from sinkdlm.distributed.signals import ENDING, Signals, Stopped, noted_signals
 from sinkdlm.distributed.world import World, joined
 from sinkdlm.errors import CheckpointError, DataError, TrainError, UserError
 from sinkdlm.fast import compile_blocks
-from sinkdlm.fast.explain import explain
 from sinkdlm.fast.float8_training import check_training
 from sinkdlm.fast.objective import read_later
 from sinkdlm.model.visibility import Annealing
 from sinkdlm.noise import hash_words
-from sinkdlm.planning.formulas import Layout, count_held, lay_out, peak_flops, settle_precision, training_flops
-from sinkdlm.planning.plan import line_of_run
+from sinkdlm.planning.formulas import Layout, lay_out, settle_precision
 from sinkdlm.training.adapter import add_adapter
 from sinkdlm.training.captured import find_capturer
 from sinkdlm.training.choose import settle_runner, settle_way
@@ -42,7 +40,8 @@ from sinkdlm.training.monitor import MakeMonitor, Monitor, Pace, Silent
 from sinkdlm.training.optimizer import MOMENTS, Average, Optimizer, learning_rate
 from sinkdlm.training.prefetch import prefetch
 from sinkdlm.training.run import RunFolder
-from sinkdlm.training.setup import LoadParent, open_data, open_model
+from sinkdlm.training.setup import LoadParent, greeting, open_data, open_model, provenance_of, trains_on_examples
+from sinkdlm.training.speed import speed_of
 from sinkdlm.training.state import States
 from sinkdlm.training.weights import Weights
 
@@ -167,7 +166,9 @@ class Trainer:
         self.folder.note_start(self.step, self.device, layout)
         self.monitor.meet(self.model, self.tokenizer)
         self.monitor.begin(self.step, self.steps, {"recipe": self.recipe.to_toml()})
-        self._greet(layout)
+        given = (self.recipe, self.folder, self.data, self.model, self.way, self.weights.layout, self.precision)
+        for line in greeting(*given, step=self.step):
+            self.say(line)
         try:
             # Until the export is done: a signal after the last step must not keep state or model from being written.
             with noted_signals(after_failure=not self.world.alone) as signals:
@@ -178,33 +179,6 @@ class Trainer:
             self.states.wait()  # a state written in the background still syncs the metrics
             self.monitor.close()
         return self._summary()
-
-    def _greet(self, layout: str) -> None:
-        state = f"resumed at step {self.step}" if self.step else "from the beginning"
-        tokens = self._tokens(self.steps)
-        several = len(self.rows.splits) > 1
-        shares = [f" ({share:g})" if several else "" for share in self.rows.shares]
-        sets = ", ".join(f"{split.folder}{share}" for split, share in zip(self.rows.splits, shares, strict=True))
-        overlapping = " overlapping" * (self.recipe.data.stride not in (None, self.recipe.data.length))
-        dtype = torch.bfloat16 if self.autocasts else self.dtype
-        path = explain(self.model, self.device, dtype, trains=True, tokens=self.recipe.data.length)
-        precision = self.precision + (" with a bf16 residual stream" if self.plan.residual == "bf16" else "")
-        on_gpu = self.device.type == "cuda"
-        self.say(
-            f"{self.folder.path}: {state}, {self.steps} steps of {self.plan.batch} rows ({self.micro_batch} a forward), "
-            f"{tokens:,} tokens; {self.rows.n_rows:,}{overlapping} rows in {sets}; {precision} on {self.device.type}, {layout}; "
-            f"runs {path}" + (f"; compiled: {self.way.compile}" if on_gpu else "")
-        )
-        if (sizes := self.recipe.blocks.sizes) and sizes[-1][0] >= self.steps:
-            late = f"blocks.sizes: step {sizes[-1][0]}, from which blocks have model.block_size = {sizes[-1][1]}"
-            self.say(f"{late}, is not before the run's end at step {self.steps}; train longer, or give earlier steps")
-        if on_gpu and self.way.frugal:
-            name, left = torch.cuda.get_device_name(self.device), self.steps - self.step
-            plan = line_of_run(self.recipe, name, self.world.memory, self.weights.layout, self.micro_batch, self.world.size, left)
-            if plan is not None:
-                self.say(plan)
-        if self.precision == "bf16" and not on_gpu:
-            self.say('train.precision = "bf16": slow on most CPUs; set "float32" or "auto"')
 
     def _make_steps(self, signals: Signals) -> None:
         share = self.world.share(self.plan.batch)
@@ -293,24 +267,8 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else nullcontext()
 
     def _report(self, result: StepResult, lr: float, seconds: float, waited: float) -> None:
-        """seconds: of the whole step, the wait for its rows included."""
-        tokens = self._tokens(1)
-        halves = 1 + self.recipe.blocks.complementary
-        size = self.recipe.blocks.size_at(self.step - 1)
-        model = self.recipe.model if size is None else self.recipe.model.replace(block_size=size)
-        given = (model, self.recipe.data.length, result.n_masked / tokens / halves)
-        trained = None if self.adapter is None else count_held(self.recipe)[1]
-        flops = halves * tokens * training_flops(*given, ends_early=self.way.ends_early, trained=trained) / self.world.size
-        timing: dict[str, Any] = {
-            "seconds": seconds,
-            "data_seconds": waited,
-            "tokens_per_second": tokens / seconds,
-            "flops_per_second": flops / seconds,  # of one device
-        }
-        if self.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self.device))
-            timing["mfu"] = flops / seconds / peak if peak and self.precision == "bf16" else None
-            timing["memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+        measured = (self.step - 1, result.n_masked, seconds, waited)
+        timing = speed_of(self.recipe, self.way, self.world, self.precision, *measured)
         if not result.finite:
             self.say(
                 f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, no update "
@@ -323,7 +281,7 @@ class Trainer:
                     "kind": "train",
                     "step": self.step,
                     "samples": self.step * self.plan.batch,
-                    "tokens": self.step * tokens,
+                    "tokens": self._tokens(self.step),
                     "loss": _finite(result.loss),
                     "lr": lr,
                     "grad_norm": _finite(result.grad_norm),
@@ -367,7 +325,7 @@ class Trainer:
             self._look_at_attention()
         if log.sample_every and (self.step % log.sample_every == 0 or last):
             chosen = (log.sample_prompt, log.sample_length, self.plan.seed, self._precision, self.device)
-            policy = "llada" if self._trains_on_examples else "smdm-origin"  # answers; texts of a base model
+            policy = "llada" if trains_on_examples(self.rows) else "smdm-origin"  # answers; texts of a base model
             text = self._look(lambda: sample_text(self.model, self.tokenizer(), *chosen, config=policy))
             self.monitor.line({"kind": "sample", "step": self.step, "text": text})
             self.say(f"step {self.step}: {text!r}")
@@ -440,19 +398,9 @@ class Trainer:
         }
 
     def _export(self, path: Path, *, final: bool = False) -> None:
-        """Write a checkpoint, and the weight average beside it where one is kept. Its provenance is the parent's, updated with this
-        run's facts."""
-        provenance = {
-            **self.facts.get("parent", {}),
-            "recipe": self.recipe.to_dict(),
-            "seed": self.plan.seed,
-            "tokens_seen": self._tokens(self.step),
-            "data": self.facts["data"],
-            "data_kind": "examples" if self._trains_on_examples else "text",
-            "run": self.folder.path.name,
-            "steps": self.step,
-            "updates": self.updates,
-        }
+        """Write a checkpoint, and the weight average beside it where one is kept."""
+        run = self.folder.path.name
+        provenance = provenance_of(self.recipe, self.facts, self.rows, run, steps=self.step, updates=self.updates)
         found = [(path, self.weights.collect(self.weights.local), provenance)]
         if self.average is not None:  # written first: a run that has `path` counts as finished
             beside = path.with_name("ema" if final else f"{path.name}-ema")
@@ -499,10 +447,6 @@ class Trainer:
             "skipped": self.skipped,
             "tokens": self._tokens(self.step),
         }
-
-    @property
-    def _trains_on_examples(self) -> bool:
-        return any(split.kind == "examples" for split in self.rows.splits)
 
     def _tokens(self, steps: int) -> int:
         return steps * self.plan.batch * self.recipe.data.length

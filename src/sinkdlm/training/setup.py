@@ -1,4 +1,4 @@
-"""Open what a run needs before its first step: its data, recorded facts, model and tokenizer.
+"""Open what a run needs before its first step: its data, recorded facts, model and tokenizer; and say what the run is.
 
 Every rank opens the same things; rank 0 writes down what is kept. Must not know the loop.
 """
@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -24,10 +24,13 @@ from sinkdlm.config.recipe import Recipe
 from sinkdlm.data.encoding import mark_tokenizer
 from sinkdlm.data.rows import Rows, open_rows, tokenizer_folder
 from sinkdlm.errors import TrainError, panics_raised
+from sinkdlm.fast.explain import explain
 from sinkdlm.model.model import DiffusionLM
-from sinkdlm.planning.formulas import budget_steps
+from sinkdlm.planning.formulas import Layout, budget_steps
+from sinkdlm.planning.plan import line_of_run
 from sinkdlm.text.prompts import begin, encode
 from sinkdlm.training.adapter import mark_base
+from sinkdlm.training.choose import Way
 from sinkdlm.training.evaluate import VALIDATION_SEED
 from sinkdlm.training.run import RunFolder
 
@@ -265,3 +268,52 @@ def _keep_tokenizer(kept: Path, config: ModelConfig, source: Path | None, given:
     if given is not None:
         with written_aside(kept) as aside:
             write_tokenizer(aside, given)
+
+
+def greeting(
+    recipe: Recipe, folder: RunFolder, data: Data, model: DiffusionLM, way: Way, layout: Layout | None, precision: str, *, step: int
+) -> Iterator[str]:
+    """The lines with which a run begins after `step` steps: what it does, how, and what of it is odd."""
+    rows, section, train, device = data.rows, recipe.data, recipe.train, folder.world.device
+    on_gpu, n_tokens = device.type == "cuda", data.steps * train.batch * section.length
+    state = f"resumed at step {step}" if step else "from the beginning"
+    shares = [f" ({share:g})" if len(rows.splits) > 1 else "" for share in rows.shares]
+    sets = ", ".join(f"{split.folder}{share}" for split, share in zip(rows.splits, shares, strict=True))
+    overlapping = " overlapping" * (section.stride not in (None, section.length))
+    dtype = {"float64": torch.float64, "float32": torch.float32}.get(precision, torch.bfloat16)  # of matmuls
+    path = explain(model, device, dtype, trains=True, tokens=section.length)
+    residual = " with a bf16 residual stream" * (train.residual == "bf16")
+    yield (
+        f"{folder.path}: {state}, {data.steps} steps of {train.batch} rows ({way.micro_batch} a forward), {n_tokens:,} tokens; "
+        f"{rows.n_rows:,}{overlapping} rows in {sets}; {precision}{residual} on {device.type}, {(layout or Layout()).text}; "
+        f"runs {path}" + (f"; compiled: {way.compile}" if on_gpu else "")
+    )
+    if (sizes := recipe.blocks.sizes) and sizes[-1][0] >= data.steps:
+        late = f"blocks.sizes: step {sizes[-1][0]}, from which blocks have model.block_size = {sizes[-1][1]}"
+        yield f"{late}, is not before the run's end at step {data.steps}; train longer, or give earlier steps"
+    if on_gpu and way.frugal:
+        name, world = torch.cuda.get_device_name(device), folder.world
+        plan = line_of_run(recipe, name, world.memory, layout, way.micro_batch, world.size, data.steps - step)
+        if plan is not None:
+            yield plan
+    if precision == "bf16" and not on_gpu:
+        yield 'train.precision = "bf16": slow on most CPUs; set "float32" or "auto"'
+
+
+def provenance_of(recipe: Recipe, facts: Mapping[str, Any], rows: Rows, run: str, *, steps: int, updates: int) -> dict[str, Any]:
+    """What a run's checkpoint says of its origin: the parent's provenance, updated with this run's facts."""
+    return {
+        **facts.get("parent", {}),
+        "recipe": recipe.to_dict(),
+        "seed": recipe.train.seed,
+        "tokens_seen": steps * recipe.train.batch * recipe.data.length,
+        "data": facts["data"],
+        "data_kind": "examples" if trains_on_examples(rows) else "text",
+        "run": run,
+        "steps": steps,
+        "updates": updates,
+    }
+
+
+def trains_on_examples(rows: Rows) -> bool:
+    return any(split.kind == "examples" for split in rows.splits)
