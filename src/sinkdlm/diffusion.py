@@ -175,7 +175,7 @@ def _block_times(
     state: Key, samples: Tensor, index: Tensor, t: Tensor, blocks: Tensor, maskable: Tensor | None, times: str
 ) -> Tensor:
     """Return the time of each block, (B, T), where T bounds the number of blocks. t (B,): the samples' own times. index (T,): 0 to
-    T - 1, as data: were it made here, a compiler would count in 32 bits.
+    T - 1, given and not made here, so that it stays in 64 bits.
 
     Of n blocks, one has time (rank + t) / n for each rank below n: a keyed permutation. A sample of one block keeps its t.
     """

@@ -86,9 +86,10 @@ def test_a_span_attends_to_the_keys_before_its_ends(heads, n_kv, width, n_tokens
     of_queries = 1 + torch.arange(batch * n_tokens, device=DEVICE).view(batch, 1, n_tokens, 1) * 5 % length
     for ends in (torch.full((1, 1, 1, 1), length, device=DEVICE), of_queries[:, :, :1], of_queries):
         found = attend_to_ends(q, k[:, :, :length], v[:, :, :length], ends, logit)
-        given = (part[:, :, :length].repeat_interleave(heads // n_kv, dim=1) for part in (k, v))
-        wanted = attend(q, *given, sink_logit=logit, visible=torch.arange(length, device=DEVICE) < ends)
-        torch.testing.assert_close(found, wanted)
+        given = (part[:, :, :length].float().repeat_interleave(heads // n_kv, dim=1) for part in (k, v))
+        wanted = attend(q.float(), *given, sink_logit=logit, visible=torch.arange(length, device=DEVICE) < ends)
+        rounding = {} if dtype == torch.float32 else {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(found.float(), wanted, **rounding)
         own = ends[1:2] if ends.shape[0] > 1 else ends
         assert torch.equal(attend_to_ends(q[1:2], k[1:2], v[1:2], own, logit), found[1:2])
 

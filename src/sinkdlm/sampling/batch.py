@@ -40,6 +40,7 @@ class _Shape(NamedTuple):
     n: int  # positions of each row that are predicted
     width: int  # tokens of the longest row
     padded: bool  # whether rows differ in length
+    window: int  # consecutive positions of each row, its block's, among which those are
     span: int  # tokens that the forward computes; fewer than all with a cache, after a block's first step
     apart: bool = False  # whether rows have spans of their own
     keys: int = 0  # of an exact cache, that attention reads
@@ -258,13 +259,13 @@ class Batch:
         return self.tokens.masked_fill(~self.editable, self.mask_id)
 
     def _shape(self, plans: list[StepPlan], spans: list[_Span], count: int, span: int, steady: bool) -> _Shape:
-        lengths = {plan.length for plan in plans}
+        lengths, window = {plan.length for plan in plans}, max(plan.stop - plan.start for plan in plans)
         if steady:
-            count = round_width(count, max(plan.stop - plan.start for plan in plans), len(plans))
+            count = round_width(count, window, len(plans))
         if self.fixed:  # whole rows, with a mask even where no row is padded
             width = fixed_width(max(lengths))
-            return _Shape(fixed_count(count, width), width, True, width)
-        shape = _Shape(count, max(lengths), len(lengths) > 1, span)
+            return _Shape(fixed_count(count, width), width, True, width, width)
+        shape = _Shape(count, max(lengths), len(lengths) > 1, min(max(count, window), max(lengths)), span)
         if self.cache_kind == "exact":
             one = self.caches[0]
             return shape._replace(apart=not one.alike, keys=one.length, joins=one.joins)
@@ -296,10 +297,10 @@ class Batch:
         """Everything of a step that runs on the device, without waiting for it."""
         step, begin, stop, length, counts, quota, low, *kept = control[:, :, None]  # (B, 1) each
         self._place(shape, length, low, *kept)
-        everywhere = counter(shape.width, self.device)
-        eligible = self.open[:, : shape.width] & (everywhere >= begin) & (everywhere < stop)
-        ranks = self.priority[:, : shape.width].masked_fill(~eligible, math.inf)
-        positions = ranks.argsort(dim=1, stable=True)[:, : shape.n]  # (B, n)
+        window = begin.clamp_max(shape.width - shape.window) + counter(shape.window, self.device)
+        inside = (window >= begin) & (window < stop)
+        ranks = self.priority.gather(1, window).masked_fill(~(inside & self.open.gather(1, window)), math.inf)
+        positions = window.gather(1, ranks.argsort(dim=1, stable=True)[:, : shape.n])  # (B, n)
         valid = counter(shape.n, self.device) < counts
         queried = (positions - 1).clamp_min(0) if self.shift else positions
         query = _Query(self.tokens[:, : shape.width], queried, length[:, 0] if shape.padded else None, shape.span, low)
