@@ -284,6 +284,45 @@ def serving(entry: Result) -> Iterator[str]:
     )
 
 
+def engine(entry: Result) -> Iterator[str]:
+    rows = []
+    for part, clients in entry["figures"].items():
+        for n, row in clients.items():
+            if isinstance(row, dict):
+                timed = [ms(row[name]) for name in ("ms_latency", "ms_first_frame")]
+                rows.append([part, n, rate({"p50": row["requests_per_second"]}), rate({"p50": row["tokens_per_second"]}), *timed])
+        rows[-1].append(f"{clients['engine_to_bare']:.2f}")
+    given = entry["settings"]
+    shape = f"{given['model']}, {given['new']} tokens in {given['steps']} steps after {given['prompt']}"
+    yield table([shape, "load", "requests/s", "tokens/s", "latency, ms", "first tokens, ms", "of the bare sampler"], rows)
+    if apart := given.get("commits"):
+        yield ", ".join(f"{part}: commit `{commit}`" for part, commit in apart.items())
+
+
+def blocks(entry: Result) -> Iterator[str]:
+    given, figures = entry["settings"], entry["figures"]
+    if found := figures.get("sampling"):
+        forms = [form for form, row in next(iter(found.values())).items() if isinstance(row, dict)]
+        rows = [
+            [
+                form.replace("_", " "),
+                *(
+                    f"{rate(one[form]['tokens_per_second'])} ({short(one[form]['ms_per_step']['p50'])} ms)"
+                    for one in found.values()
+                ),
+            ]
+            for form in forms
+        ]
+        title = f"tokens/s (a step): {given['preset']}, {given['canvas']} tokens, one a step, blocks of {given['block']}"
+        yield table([title, *found], rows)
+    for n_rows, lengths in figures.get("prompts", {}).items():
+        rows = [
+            [tokens, ms(row["ms_step"]), *(short(row[name]) for name in ("ms_attention", "ms_step_less_attention"))]
+            for tokens, row in lengths.items()
+        ]
+        yield table([f"{n_rows}: tokens of the prompt", "ms a step", "in attention", "in the rest"], rows)
+
+
 def checkpoint(entry: Result) -> Iterator[str]:
     rows = [
         [way, ms(row["step_ms"]), f"{row['lost_ms_per_save']:,.0f}", f"{row['longest_step_ms']:,.0f}", f"{row['state_gb']:.2f}"]
@@ -338,6 +377,8 @@ _TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "sampling": sampling,
     "likelihood": likelihood,
     "serving": serving,
+    "serving_engine": engine,
+    "blocks": blocks,
     "checkpoint": checkpoint,
     "laptop": laptop,
 }
@@ -351,6 +392,8 @@ def summary(results: dict[str, Result]) -> str:
     full, none = (figures["memory-smdm-472m"][f"{how}, alone 1, 1 forwards"]["peak"] / 1e9 for how in ("full", "none"))
     warm, cold = (figures["cold_start-smdm-472m"]["seconds_to_first_step"][kind]["p50"] for kind in ("warm", "cold"))
     ours, cached, loop = (rate(texts[form]["tokens_per_second"]) for form in ("ours", "blocks_cache_dual", "official"))
+    in_blocks = figures["blocks-smdm-472m-sampling"]["sampling"]["64 rows"]
+    exact, one_a_step = (rate(in_blocks[form]["tokens_per_second"]) for form in ("blocks_cache_exact", "official"))
     scored, alone = (rate({"p50": asked[form]["requests_per_second"]}) for form in ("ours", "plain"))
     together, single = (rate(figures["serving-cpu-aarch64"][form]["requests_per_second"]) for form in ("together", "one_by_one"))
     return f"""\
@@ -361,6 +404,7 @@ def summary(results: dict[str, Result]) -> str:
 | First training step after the command, smdm-472m | {warm:.1f} s | nothing cached: {cold:.1f} s |
 | Sampling 64 texts at once, smdm-472m shape, temperature 0 | {ours} tokens/s | official loop: {loop} |
 | The same in blocks with a dual cache | {cached} tokens/s | official loop, no blocks: {loop} |
+| The same by block diffusion with its exact cache, temperature 0.1 | {exact} tokens/s | official loop: {one_a_step} |
 | Likelihood, smdm-472m shape | {scored} requests/s | one request at a time: {alone} |
 | Serving 64 clients on a CPU, nano shape | {together} requests/s | one by one: {single} |"""
 

@@ -54,6 +54,22 @@ def test_constrained_samples_follow_their_law() -> None:
         assert found["total_variation"] < 0.02
 
 
+def test_blocks_are_fast_on_a_gpu() -> None:
+    sampling = figures_of("blocks-smdm-472m-sampling-*")["sampling"]
+    many, one = sampling["64 rows"], sampling["1 rows"]
+    assert many["blocks_to_official"] >= 10
+    assert many["blocks_to_full_cache_dual"] >= 1
+    assert one["blocks_to_full_cache_none"] >= 1
+
+
+def test_caches_pay_in_the_engine() -> None:
+    served = figures_of("serving_engine-smdm-472m-*")
+    rates = {part: found["64 clients"]["requests_per_second"] for part, found in served.items()}
+    assert rates["dual"] >= 2.5 * rates["none"]
+    assert rates["exact"] >= 3 * rates["uncached"]
+    assert all(served[part]["engine_to_bare"] >= 0.85 for part in ("none", "dual"))
+
+
 def test_a_gpu_keeps_the_promises_of_loss_and_noise() -> None:
     loss, noise = figures_of("loss-nvidia-h200"), figures_of("noise-nvidia-h200")
     big = loss["8192x896x151936"]

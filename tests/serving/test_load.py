@@ -253,7 +253,7 @@ def test_memory_is_flat_over_cached_and_constrained_requests(tmp_path):
         body |= {"temperature": number % 2, "stream": number % 7 == 0} | form
         return body | {"sinkdlm": {**ours[number % 3], "steps": 8, **form.get("sinkdlm", {})}}
 
-    n = int(os.environ.get("SINKDLM_MEMORY_REQUESTS", 1500)) // 6
+    n = int(os.environ.get("SINKDLM_MEMORY_REQUESTS", 900)) // 6
     few = ("--cache-memory", str(2**-12))  # GiB: what is kept of prompts is full after the first part
     with server(folders[0], str(folders[1]), *few, "--timeout", "60", program=("-c", WEIGHED), **PLAIN_MEMORY) as process:
         check_memory(process, body_of, n, {0, 200})
