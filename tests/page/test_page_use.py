@@ -15,7 +15,7 @@ import pytest
 from pages import address, finished, looked, open_file, opened, said_by, scrub, side, trajectory_of, until
 from sinkdlm.analysis.recording import Recorder, effort, join_sides
 from sinkdlm.page.bundle import build_viewer, join_modules
-from sinkdlm.sampling.speculation import Pace
+from sinkdlm.sampling.speculation import Speculator
 from sites import PROMPT, SECONDS
 
 # -- recordings -------------------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def assert_alike(shown, live):
 
 def test_what_writing_took_is_shown_where_it_is_known(browser, site, tmp_path, monkeypatch):
     """With speculation, from the server and from a file; a recording made before there were such counts opens without."""
-    monkeypatch.setattr(site.site.models["sunk"].engine._adapter, "pace", Pace())  # as asked, whatever its speed
+    monkeypatch.setattr(site.site.models["sunk"].engine._adapter, "speculator", Speculator())  # as asked, whatever its speed
     body = {"model": "sunk", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "seed": 1, "sinkdlm": {"speculate": 4}}
     told = httpx.post(f"{site.url}/v1/completions", json=body, timeout=SECONDS).json()["sinkdlm"]
     (forwards,), (accepted,) = told["forwards"], told["accepted"]

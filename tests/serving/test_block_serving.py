@@ -80,7 +80,7 @@ def test_rows_at_different_blocks_share_forwards_and_write_what_each_writes_alon
 
 def test_a_long_prompt_is_computed_in_parts_between_the_steps_of_others(monkeypatch):
     """And a prompt that begins like an earlier one computes only the rest."""
-    monkeypatch.setattr(engine_module, "_PREFILL_TOKENS", 3 * SIZE)
+    monkeypatch.setattr(engine_module, "_PREFILL_TOKENS", 4 * SIZE)  # two rows' step has as many
     for more in ({"n_sinks": 1}, {"tie_embeddings": True, "mask_id": 10, "shift_logits": True}):
         model, shapes = small_model(seed=1, block_size=SIZE, **more), []
         mask_id = model.config.mask_id
@@ -102,17 +102,17 @@ def test_a_long_prompt_is_computed_in_parts_between_the_steps_of_others(monkeypa
                 engine.submit(owner.ticket)
             gate.set()
             found = [owner.tokens()[0] for owner in first]
-            assert shapes.count((1, 3 * SIZE)) == 3  # 40 tokens in parts of 12
-            assert [shape[1] for shape in shapes[:4]] == [12, 4, 12, 4]  # a step of the other row between two parts
+            assert shapes.count((1, 4 * SIZE)) == 2  # 40 tokens in parts of 16
+            assert [shape[1] for shape in shapes[:5]] == [16, 4, 16, 4, 8]  # a step of the other row between two parts
             shapes.clear()
             for request in requests[2:]:
                 later = Owner([request])
                 engine.submit(later.ticket)
                 found += later.tokens()
             assert found == expected
-            assert all(width <= 3 * SIZE for _, width in shapes)
+            assert all(width <= 4 * SIZE for _, width in shapes)
             # 36 tokens are known; then 40, beside the branch without a prompt, which nothing is like.
-            assert [shape for shape in shapes if shape[1] == 3 * SIZE] == [(1, 3 * SIZE)] * 3
+            assert [shape for shape in shapes if shape[1] == 4 * SIZE] == [(1, 4 * SIZE)] * 2
         finally:
             assert engine.close(timeout=SECONDS)
 
