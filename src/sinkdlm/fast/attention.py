@@ -17,7 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from sinkdlm.model.attention import append_sinks, attend, check_causal, repeat_heads
 from sinkdlm.model.visibility import PADDING, SHARED, Visibility, follows, is_annealed, sees
 
-_QUERIES, _KEYS = 128, 128  # of one block of FlexAttention
+_BLOCK = 128  # queries and keys of one block of FlexAttention, its own default
 _HALF = (torch.bfloat16, torch.float16)
 _FLEX_KINDS = 64  # forms of FlexAttention that a process may compile
 
@@ -89,15 +89,15 @@ def _compiled_flex() -> Callable[..., Any]:
 def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
     """Build FlexAttention's mask over T content keys, then the sinks, from tables of their blocks: no (T, T) tensor.
 
-    Sinks come last so that blocks of keys and queries begin at the same tokens, with filling up to a whole block behind them: for
-    a cut one, all blocks would be checked. A block is skipped, whole or partial; the kernel
-    applies the rule in partial blocks, which may hold hidden and visible pairs.
+    Sinks come last so that blocks of keys and queries begin at the same tokens. Filling behind them makes the last block of keys
+    whole: with a cut one, the kernel checks the bounds of every block. A block is skipped, whole or partial; the kernel applies
+    the rule in partial blocks, which may hold hidden and visible pairs.
     """
     queries = rule.documents.expand(batch, -1).contiguous()
-    n_filling = -(queries.shape[1] + n_sinks) % _KEYS if n_sinks else 0
+    n_filling = -(queries.shape[1] + n_sinks) % _BLOCK if n_sinks else 0
     n_behind = n_sinks + n_filling
     keys = pad(pad(queries, (0, n_sinks), value=SHARED), (0, n_filling), value=PADDING)
-    (first_query, last_query), (first_key, last_key) = _block_ranges(queries, _QUERIES), _block_ranges(keys, _KEYS)
+    (first_query, last_query), (first_key, last_key) = _block_ranges(queries), _block_ranges(keys)
     first_query, last_query = first_query[:, :, None], last_query[:, :, None]  # (B, blocks of queries, 1)
     first_key, last_key = first_key[:, None], last_key[:, None]
     shared = (first_query == SHARED) | (first_key == SHARED)
@@ -106,7 +106,8 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
     row = torch.arange(touched.shape[1], device=queries.device)[:, None]
     column = torch.arange(touched.shape[2], device=queries.device)
     # A block cut at the end is partial.
-    whole = whole & (row < queries.shape[1] // _QUERIES) & (column < queries.shape[1] // _KEYS)
+    n_uncut = queries.shape[1] // _BLOCK
+    whole = whole & (row < n_uncut) & (column < n_uncut)
     if rule.blocks is not None:
         codes = rule.blocks.expand(batch, -1).contiguous()
         key_codes = pad(codes, (0, n_behind))
@@ -133,7 +134,7 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *_ordered((touched | shared) & ~whole),
         *_ordered(whole),
-        BLOCK_SIZE=(_QUERIES, _KEYS),
+        BLOCK_SIZE=_BLOCK,
         mask_mod=is_seen,
         seq_lengths=(queries.shape[1], keys.shape[1]),
     )
@@ -141,10 +142,10 @@ def block_mask(rule: Visibility, batch: int, n_sinks: int) -> BlockMask:
 
 def _join_blocks(codes: Tensor, key_codes: Tensor, touched: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """Narrow tables of documents by codes of block diffusion: which of FlexAttention's blocks hold a visible pair, and no other."""
-    first, last = (edge[:, :, None] for edge in _block_ranges(codes, _QUERIES))
-    first_key, last_key = (edge[:, None] for edge in _block_ranges(key_codes, _KEYS))
-    odd = (edge[:, :, None] for edge in _block_ranges(codes % 2, _QUERIES))
-    odd_key = (edge[:, None] for edge in _block_ranges(key_codes % 2, _KEYS))
+    first, last = (edge[:, :, None] for edge in _block_ranges(codes))
+    first_key, last_key = (edge[:, None] for edge in _block_ranges(key_codes))
+    odd = (edge[:, :, None] for edge in _block_ranges(codes % 2))
+    odd_key = (edge[:, None] for edge in _block_ranges(key_codes % 2))
     (all_noised, noised), (all_noised_key, noised_key) = odd, odd_key  # 1: all tokens are noised, some are
     alike = ((noised & noised_key) == 1) | ((all_noised | all_noised_key) == 0)
     equal = alike & (first <= last_key) & (first_key <= last)
@@ -153,11 +154,11 @@ def _join_blocks(codes: Tensor, key_codes: Tensor, touched: Tensor, whole: Tenso
     return touched & (equal | before), whole & (same | ((noised_key == 0) & (last_key < first - first % 2)))
 
 
-def _block_ranges(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _block_ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return each block's least and greatest document number, (B, blocks). A cut last block repeats its last token."""
     n_tokens = numbers.shape[1]
-    index = torch.arange(-(-n_tokens // size) * size, device=numbers.device).clamp_max(n_tokens - 1)
-    return torch.aminmax(numbers[:, index].unflatten(1, (-1, size)), dim=2)
+    index = torch.arange(-(-n_tokens // _BLOCK) * _BLOCK, device=numbers.device).clamp_max(n_tokens - 1)
+    return torch.aminmax(numbers[:, index].unflatten(1, (-1, _BLOCK)), dim=2)
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:

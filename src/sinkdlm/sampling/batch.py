@@ -43,7 +43,6 @@ class _Shape(NamedTuple):
     window: int  # consecutive positions of each row, its block's, among which those are
     span: int  # tokens that the forward computes; fewer than all with a cache, after a block's first step
     apart: bool = False  # whether rows have spans of their own
-    keys: int = 0  # of an exact cache, that attention reads
     joins: bool = False  # whether a span begins in the block before
 
 
@@ -268,7 +267,7 @@ class Batch:
         shape = _Shape(count, max(lengths), len(lengths) > 1, min(max(count, window), max(lengths)), span)
         if self.cache_kind == "exact":
             one = self.caches[0]
-            return shape._replace(apart=not one.alike, keys=one.length, joins=one.joins)
+            return shape._replace(apart=not one.alike, joins=one.joins)
         return shape._replace(apart=not all(plan.first for plan in plans) and len(set(spans)) > 1)
 
     def _forward(self, adapter: DenoiserAdapter, control: Tensor, shape: _Shape, steady: bool) -> None:
